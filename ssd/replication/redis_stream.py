@@ -25,7 +25,7 @@ FIELD = b"e"
 def append_entries(
     client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
 ) -> list[Exception | None]:
-    """Append values to a Redis stream; return None for each written value and the error for each rejected one.
+    """Append values to a Redis stream; return None for each value that was written, else the error that it caused.
 
     The stream is trimmed to about ``max_entries`` entries. If the connection fails, an error is raised, and any of the
     values may have been written.

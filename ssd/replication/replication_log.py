@@ -89,9 +89,9 @@ class Publisher:
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
         """Queue new text of a replica for the Redis stream ``key``. Never waits for Redis. O(entries).
 
-        ``pieces`` are split into entries. The k-th entry of a piece gets the piece's ring-buffer position plus k as
-        part of its sequence id. So sequence ids are unique, and show after a restart whether the text had been written
-        to a file, because pieces are never split between files.
+        Each of the ``pieces`` is split into entries. The sequence id of a piece's k-th entry contains the sum of k and
+        the piece's position in the ring buffer, so ids are unique. As a piece is never split between cache files, the
+        id also shows after a restart whether the text had been written to a file.
         """
         entries: list[Entry] = []
         position = pieces.position
@@ -165,7 +165,7 @@ class Publisher:
                 self.loop.report(reason)
 
     def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
-        """Write entries to Redis; return the rejected entries and the reason, None if all were written.
+        """Write entries to Redis; return the rejected entries and the first error, None if there is no error.
 
         Raises an error if the connection to a single server fails. In a cluster all entries then count as rejected.
         """
@@ -298,9 +298,9 @@ class ReplicationLog:
     def attach(self, cache: NamespaceCache) -> None:
         """From now on, publish new text of a cache to the other replicas, and add their text to the cache.
 
-        Never waits for Redis. After a restart, a cache with a directory continues where it stopped. Text of the stream
-        that is in its files is not stored again. Text that was lost because it was only in the memtable is read back
-        from the stream. ``ssd/replication/offsets.py`` describes the cases in which text is stored twice.
+        Never waits for Redis. After a restart, a cache with a directory continues where it stopped: stream entries
+        whose text is in the cache's files are not stored again. Text that was lost because it was only in the memtable
+        is read back from the stream. ``ssd/replication/offsets.py`` describes the cases in which text is stored twice.
         """
         key = stream_key(self._fingerprint, cache.name)
         replica_id = secrets.token_bytes(8)  # never stored: the directory may be a copy whose original is in use
