@@ -103,7 +103,9 @@ class DraftConfig:
     """
 
     max_match_length: int = 32
-    """The maximum number of tokens at the end of the context that are searched in earlier text."""
+    """The maximum match length in tokens: at most this many tokens at the end of the context are looked up in earlier
+    text.
+    """
 
     min_match_length: int = 1
     """The minimum length in tokens of a match; shorter matches of the end of the context give no draft."""
@@ -115,12 +117,12 @@ class DraftConfig:
     """
 
     recycling: bool = True
-    """Whether token recycling also makes drafts: it proposes the tokens that the target found most probable when the
-    last one or two tokens occurred before. So text can be drafted that was never generated before.
+    """Whether token recycling also makes drafts: it proposes the tokens that were most probable for the target after an
+    earlier occurrence of the last one or two tokens. So text can be drafted that was never generated before.
     """
 
     retrieval: bool = True
-    """Whether drafts are retrieved: the end of the context is searched in the context itself, the client's prediction
+    """Whether drafts are retrieved: the end of the context is looked up in the context itself, the client's prediction
     and the namespace's cache, and the text after a match is drafted. With False, only token recycling, draft heads and
     draft models make drafts, e.g. to measure them.
     """
@@ -312,8 +314,8 @@ class SamplingParams:
     reasoning parser needs them.
     """
     continues_prompt: bool = False
-    """Whether the output continues the text of the prompt. Then a space at the beginning of the output is kept, which
-    some tokenizers drop at the beginning of a text.
+    """Whether the output continues the text of the prompt. Then a space at the beginning of the output is kept. Some
+    tokenizers drop a space at the beginning of a text.
     """
     logprobs: int | None = None
     """The number k of alternative tokens: for each output token, its log-probability and those of the k most probable

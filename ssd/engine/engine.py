@@ -398,10 +398,10 @@ class Engine:
             self.step()
 
     def calibrate(self) -> None:
-        """Measure the latency of forward passes of several sizes, from which the length of drafts is decided.
+        """Measure the latency of forward passes of several sizes, because the length of drafts depends on it.
 
-        This is done once, as soon as no request is running or waiting and the drafting kernels are compiled; else the
-        call has no effect. It must be made by the thread that steps.
+        This is done once, as soon as no request is running or waiting and the drafting kernels are compiled; otherwise
+        the call has no effect. Only the thread that steps the engine may call this method.
         """
         if not self._is_calibrated and self.is_drafting and not self.has_work() and self._pipeline.current is None:
             self._prefix_cache.clear_all()

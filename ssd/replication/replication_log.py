@@ -22,7 +22,7 @@ from ssd.retrieval.files import check_fingerprint
 from ssd.retrieval.namespace_cache import NamespaceCache, StoredPieces
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
-"""The default maximum number of tokens in a replication stream, which takes about 8 to 16 MB of Redis memory."""
+"""The default maximum number of tokens in a replication stream. They take about 8 to 16 MB of Redis memory."""
 
 _CLOSE_TIMEOUT_S = 3.0
 _BATCH = 64
@@ -117,7 +117,7 @@ class Publisher:
                 self._remove_if_done(queue)
 
     def delete_stream(self, key: str) -> None:
-        """Delete a Redis stream, and the queued entries for it. Waits for Redis, and raises its errors."""
+        """Delete a Redis stream, and the queued entries for it. Waits for Redis; raises redis-py's error if it fails."""
         self.detach(key, discard=True)
         self._client.delete(key)
 
@@ -319,7 +319,8 @@ class ReplicationLog:
     def delete_stream(self, namespace: str) -> None:
         """Delete the Redis stream of a namespace, after `detach`, together with the queued entries for it.
 
-        Waits for Redis, and raises its errors. A replica that still writes to the stream creates it again.
+        Waits for Redis; raises redis-py's error if it fails. A replica that still writes to the stream creates it
+        again.
         """
         key = stream_key(self._fingerprint, namespace)
         self.subscriber.unsubscribe(key)
@@ -361,7 +362,10 @@ _MAX_COUNT: Final = 1 << 53
 
 
 class RedisCounters:
-    """Named counters in a Redis hash that all replicas share. Invalid values count as 0. Methods raise Redis errors."""
+    """Named counters in a Redis hash that all replicas share. Invalid values count as 0.
+
+    Methods raise redis-py's exceptions if Redis cannot be reached or rejects a command.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)

@@ -375,9 +375,9 @@ _SPACE_MARK = "\u2581"
 class TokenTexts:
     """Returns the bytes and the text of single tokens, e.g. for log-probabilities.
 
-    The bytes of an output's tokens, joined, are the output's text. The bytes of a token follow from its spelling in the
-    vocabulary, if that is as in GPT-2 (each character stands for a byte) or sentencepiece (a mark stands for a space).
-    In all other vocabularies, the token is decoded alone.
+    The bytes of an output's tokens, joined, are the output's text. If the vocabulary spells tokens as in GPT-2 (each
+    character stands for a byte) or sentencepiece (a mark stands for a space), the bytes follow from the spelling. With
+    any other vocabulary, the token is decoded alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:

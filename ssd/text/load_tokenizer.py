@@ -237,9 +237,9 @@ def parse_template(text: str) -> None:
 def hide_torch() -> bool:
     """Make ``import torch`` fail in this process, so that transformers starts without it; return whether it is hidden.
 
-    transformers imports torch if it is installed, which costs a program that only tokenizes a second and about 200 MB.
-    Call this function only at the entry point of a program: torch cannot be used in this process afterwards. It has no
-    effect if torch or transformers is already loaded.
+    If torch is installed, transformers imports it, which takes about one second and 200 MB. A program that only
+    tokenizes does not need torch. Call this function only at the entry point of a program: torch cannot be used in
+    this process afterwards. It has no effect if torch or transformers is already loaded.
     """
     if sys.modules.get("torch") is not None or "transformers" in sys.modules:
         return "torch" in sys.modules and sys.modules["torch"] is None

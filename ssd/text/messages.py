@@ -27,7 +27,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Text parts are joined by a line feed, as in vLLM. OpenAI's older ``function_call`` and the role "function" become
     tool calls and the role "tool". Reasoning is stored under both keys that templates read. Other keys are kept unless
-    their value is null. Raises RequestError with ``param="messages"``, which names the faulty message.
+    their value is null. If a message is invalid, a RequestError that names it is raised, with ``param="messages"``.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _messages_error(f"messages must be a list of messages, got {type(messages).__name__}")

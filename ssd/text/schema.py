@@ -484,7 +484,7 @@ class _Preparation:
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
     ) -> None:
-        """Move a numeric bound that llguidance cannot enforce exactly to the closest stricter bound that it can enforce.
+        """Move a numeric bound that llguidance cannot enforce exactly to the closest stricter bound it can enforce.
 
         llguidance cannot enforce bounds beyond 2^53 exactly, nor exclusive bounds that are integers.
         """
