@@ -68,10 +68,10 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
 class PrefixCache:
     """Automatic prefix caching: gives each sequence a slot such that as much of the KV cache as possible is reused.
 
-    The KV cache stays in a slot after its sequence has ended. It is lost when a later sequence gets the slot: one that
-    begins with the same tokens, or any other if the slot is the least recently used one. If another slot, in use or
-    free, holds a prefix of the sequence, the prefix is copied. As with any chunked prefill, forward passes of another
-    size round differently; otherwise outputs do not change.
+    The KV cache stays in a slot after its sequence has ended. A later sequence that begins with the same tokens may
+    continue it there. It is lost when another sequence gets the slot because this is the least recently used one. If
+    another slot, in use or free, holds a prefix of the sequence, the prefix is copied. As with any chunked prefill,
+    forward passes of another size round differently; otherwise outputs do not change.
 
     Nothing is cached if prefix caching is disabled, if the model cannot copy prefixes (it has no KV cache, or it keeps
     recurrent states), or if `reuse_scope` forbids it. Used only by the thread that steps the engine.

@@ -117,7 +117,7 @@ class Publisher:
                 self._remove_if_done(queue)
 
     def delete_stream(self, key: str) -> None:
-        """Delete a Redis stream, and the queued entries for it. Waits for Redis; raises redis-py's error if it fails."""
+        """Delete a Redis stream and the queued entries for it. Waits for Redis; raises redis-py's error if it fails."""
         self.detach(key, discard=True)
         self._client.delete(key)
 

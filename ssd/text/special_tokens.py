@@ -198,7 +198,7 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> Any:
-        """A copy of the tokenizer with unguessable strings instead of added tokens. None if it is not written in Rust."""
+        """A copy of the tokenizer with unguessable strings instead of added tokens; None if the tokenizer is not in Rust."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -216,7 +216,7 @@ class SpecialTokens:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """Maps the token id of each unguessable string in the tokenizer's copy to the id of the original added token."""
+        """Maps the ids of the unguessable strings in the tokenizer's copy to the ids of the original added tokens."""
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
