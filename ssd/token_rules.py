@@ -86,7 +86,7 @@ class TokenRules:
         allowed_token_ids: Sequence[int] | None,
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Build the arrays from the fields of ``SamplingParams``; several biases of one token are added."""
+        """Build the arrays from the fields of ``SamplingParams``; several biases of one token are summed."""
         ids = np.array([token for token, _ in logit_bias], np.int64)
         self.bias_ids: Ids
         self.bias_ids, at = np.unique(ids, return_inverse=True)

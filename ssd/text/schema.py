@@ -501,7 +501,7 @@ class _Preparation:
             node[bound] = tighter(moved, -inwards * _MAX_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
-        """Raise SchemaError if no number is left after `_move_bound` moved bounds beyond 2^53.
+        """Raise SchemaError if bounds beyond 2^53 leave no valid number once `_move_bound` has moved them.
 
         If not strict, the bounds are removed instead. If a bound is so large that llguidance needs both bounds of the
         range, the missing one is added.
@@ -590,7 +590,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values that const or enum lists, as JSON text (1.0 is written as 1); None if there is neither."""
+    """Return the values of the keyword const or enum as JSON text (1.0 is written as 1); None if there is neither."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None

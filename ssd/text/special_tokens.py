@@ -198,7 +198,7 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> Any:
-        """A copy of the tokenizer with unguessable strings instead of added tokens; None if the tokenizer is not in Rust."""
+        """A copy of the tokenizer with unguessable strings instead of added tokens; None without a Rust tokenizer."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
