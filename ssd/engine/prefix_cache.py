@@ -70,7 +70,7 @@ class PrefixCache:
 
     The KV cache stays in a slot after its sequence has ended. A later sequence that begins with the same tokens may
     continue it there. It is lost when another sequence gets the slot because this is the least recently used one. If
-    another slot, in use or free, holds a prefix of the sequence, the prefix is copied. As with any chunked prefill,
+    another slot, in use or free, holds a prefix of a new sequence, the prefix is copied. As with any chunked prefill,
     forward passes of another size round differently; otherwise outputs do not change.
 
     Nothing is cached if prefix caching is disabled, if the model cannot copy prefixes (it has no KV cache, or it keeps
