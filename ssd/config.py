@@ -49,7 +49,7 @@ def _require_one_of(choices: tuple[str, ...], name: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """The options of a namespace's index: suffix arrays over earlier text, in which drafts are searched."""
+    """The options of a namespace's index: suffix arrays over earlier text, in which the drafter searches for drafts."""
 
     capacity_tokens: int = 1 << 22
     """The maximum number of tokens in the index. If it is full, the oldest segment, at most an eighth of the capacity,
@@ -74,8 +74,9 @@ class IndexConfig:
     """
 
     lead_in_tokens: int = 32
-    """The number of tokens before new text that are stored with it again, if a prompt begins with blocks that are
-    already stored. Without these tokens, a search for a context across the border would find no match.
+    """The number of already stored tokens that are stored again before new text. If the first blocks of a prompt are
+    already stored, only the rest and these tokens before it are added. Without them, a search for a context across the
+    border would find no match.
     """
 
     def __post_init__(self) -> None:
@@ -102,7 +103,9 @@ class DraftConfig:
     """
 
     max_match_length: int = 32
-    """The maximum number of tokens at the end of the context that are searched in earlier text."""
+    """The maximum match length in tokens: at most this many tokens at the end of the context are looked up in earlier
+    text.
+    """
 
     min_match_length: int = 1
     """The minimum length in tokens of a match; shorter matches of the end of the context give no draft."""
@@ -114,12 +117,12 @@ class DraftConfig:
     """
 
     recycling: bool = True
-    """Whether token recycling also makes drafts: it proposes the tokens that the target found most probable when the
-    last one or two tokens occurred before. So text can be drafted that was never generated before.
+    """Whether token recycling also makes drafts: it proposes the tokens that were most probable for the target after an
+    earlier occurrence of the last one or two tokens. So text can be drafted that was never generated before.
     """
 
     retrieval: bool = True
-    """Whether drafts are retrieved: the end of the context is searched in the context itself, the client's prediction
+    """Whether drafts are retrieved: the end of the context is looked up in the context itself, the client's prediction
     and the namespace's cache, and the text after a match is drafted. With False, only token recycling, draft heads and
     draft models make drafts, e.g. to measure them.
     """
@@ -284,8 +287,8 @@ class SamplingParams:
     parameters and seed give the same output, independently of drafts and of other sequences in the batch.
     """
     coupled: bool = True
-    """Whether a request without a ``seed`` may use noise that requests share, if ``EngineConfig.coupled_streams`` is
-    set.
+    """Whether the request takes part in coupled sampling, i.e. is sampled with noise that other requests share, so that
+    earlier answers can be drafted. It has no effect with a ``seed`` or if ``EngineConfig.coupled_streams`` is 0.
     """
     stop: tuple[str, ...] = ()
     """Strings that end the text. A single string may be given without a tuple."""
@@ -297,8 +300,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The ids of the only tokens that may be sampled. None allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that the output never contains: after all other tokens of a sequence, its last token is
-    not sampled.
+    """Token sequences that the output never contains. If the output ends with all tokens of a sequence but the last
+    one, this last token is not sampled.
     """
     structured_output: StructuredOutput | None = None
     """The constraint that the whole text must satisfy. If other rules would then leave no token, they are ignored at
@@ -311,17 +314,17 @@ class SamplingParams:
     reasoning parser needs them.
     """
     continues_prompt: bool = False
-    """Whether the output continues the text of the prompt. Then a space at the beginning of the output is kept, which
-    some tokenizers drop at the beginning of a text.
+    """Whether the output continues the text of the prompt. Then a space at the beginning of the output is kept. Some
+    tokenizers drop a space at the beginning of a text.
     """
     logprobs: int | None = None
-    """The number of most probable tokens per output token whose log-probabilities are reported, in addition to that of
-    the output token. The log-probabilities are computed from float32 logits before bias, penalties, temperature and all
-    other rules, as by default in vLLM.
+    """The number k of alternative tokens: for each output token, its log-probability and those of the k most probable
+    tokens are reported. They are computed from float32 logits before bias, penalties, temperature and all other rules,
+    as by default in vLLM.
     """
     prompt_logprobs: int | None = None
-    """The number of most probable tokens per prompt token whose log-probabilities are reported, in addition to that of
-    the prompt token. The first prompt token has no log-probabilities.
+    """The number k of alternative tokens: for each prompt token except the first, its log-probability and those of the
+    k most probable tokens are reported.
     """
     drawn_logprobs: bool = False
     """Whether log-probabilities of output tokens are computed after penalties, temperature, truncation and all other

@@ -15,8 +15,8 @@ Ids = npt.NDArray[np.int64]
 class BadWords:
     """Finds the tokens that must not come next because they would complete a forbidden token sequence.
 
-    This is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3). Its state stands
-    for the longest end of the text with which a forbidden sequence begins. The automaton is built in O(tokens of all
+    This is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3). Its state is the
+    longest suffix of the text that is the beginning of a forbidden sequence. The automaton is built in O(tokens of all
     sequences), reads a token in O(1) amortized, and takes about 200 bytes per token of the sequences.
     """
 
@@ -86,7 +86,7 @@ class TokenRules:
         allowed_token_ids: Sequence[int] | None,
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Build the arrays from the fields of ``SamplingParams``; several biases of one token are added."""
+        """Build the arrays from the fields of ``SamplingParams``; several biases of one token are summed."""
         ids = np.array([token for token, _ in logit_bias], np.int64)
         self.bias_ids: Ids
         self.bias_ids, at = np.unique(ids, return_inverse=True)

@@ -301,10 +301,9 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return for each sequence its request id, the drafting statistics of its namespace, and a permission.
+        """Return each sequence's request id, its namespace's drafting statistics, and whether its text may be cached.
 
-        The statistics are None for a sequence without an open cache. The permissions, bool[B], say whether the text of
-        the request may be added to the cache.
+        The statistics are None for a sequence without an open cache. The last result is bool[B].
         """
         if self._row_namespaces is not None:
             return self._row_namespaces

@@ -24,7 +24,7 @@ from ssd.jit.addresses import Int64s, Records, dtype_of, inlined, int32_array, i
 _DRAFTS_OFFSET: Final = offset_of(SequenceRecord, "drafts")
 _DRAFT_BYTES: Final = dtype_of(DraftRecord).itemsize
 _NUM_PREPARED_PASSES: Final = 3
-"""The number of forward passes for which one prepared draft is long enough."""
+"""The number of forward passes for which a prepared draft, made ahead while a pass runs, is long enough."""
 
 
 @inlined
@@ -174,7 +174,10 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Store the long drafts that were made ahead during a forward pass; later passes take their drafts from them."""
+    """Store the prepared drafts: the long drafts that the drafter made while a forward pass ran.
+
+    `reuse_prepared_drafts` takes the drafts of later passes from them.
+    """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):

@@ -23,8 +23,8 @@ class DrafterBackend(Protocol):
     """The interface through which the engine calls a drafter. Every method may raise the drafter's exceptions.
 
     Attributes:
-        default_token_cost: The cost of verifying one more draft token, in expected accepted tokens, which is used until
-            the cost is measured.
+        default_token_cost: The assumed cost of verifying one more draft token, in expected accepted tokens. It is used
+            until the cost is measured.
         needs_kernels: Whether kernels must be compiled before the first draft.
         needs_outcomes: Whether the drafter must see the output of each forward pass before it makes the next draft.
     """

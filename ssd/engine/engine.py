@@ -251,7 +251,7 @@ class Engine:
         self._work.set()
 
     def draw_streams(self, count: int) -> list[int]:
-        """Draw ``count`` different numbers of noise streams, one for each output of a prompt, so that outputs differ.
+        """Draw the numbers of ``count`` different noise streams, so that the outputs of one prompt differ.
 
         With coupled sampling, requests with the same noise stream share their sampling noise.
         """
@@ -362,7 +362,7 @@ class Engine:
         return self._speculation.is_enabled
 
     def relative_pass_cost(self, width: int) -> float:
-        """Return the estimated time of a pass over ``width`` tokens, divided by that of one token; 0 if unknown."""
+        """Return the estimated time of a pass over ``width`` tokens relative to a pass over one token; 0 if unknown."""
         return self._speculation.relative_cost(width)
 
     def warm_up(self, patience_s: float | None = None) -> None:
@@ -398,10 +398,10 @@ class Engine:
             self.step()
 
     def calibrate(self) -> None:
-        """Measure the latency of forward passes of several sizes, from which the length of drafts is decided.
+        """Measure the latency of forward passes of several sizes, because the length of drafts depends on it.
 
-        This is done once, as soon as no request is running or waiting and the drafting kernels are compiled; else the
-        call has no effect. It must be made by the thread that steps.
+        This is done once, as soon as no request is running or waiting and the drafting kernels are compiled; otherwise
+        the call has no effect. Only the thread that steps the engine may call this method.
         """
         if not self._is_calibrated and self.is_drafting and not self.has_work() and self._pipeline.current is None:
             self._prefix_cache.clear_all()

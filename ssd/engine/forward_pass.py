@@ -190,9 +190,10 @@ class ForwardPass:
         return failed
 
     def scored_pass(self) -> ScoredPass:
-        """Return the target's top-k token ids and logits after every input token, from which drafters learn.
+        """Return the inputs of the pass with the target's top-k token ids and logits after each input token.
 
-        Call this after the output tokens were appended. Sequences without output have no entries.
+        Drafters learn from them. Call this after the output tokens were appended. Sequences without output have no
+        entries.
         """
         has_output = self.batch.committed > 0
         used = np.where(has_output, self._counts, 0)
@@ -235,7 +236,7 @@ class CommittedPass:
     def outcome(self, b: int) -> DraftOutcome:
         """Return the record that tells the drafter how many draft tokens of sequence ``b`` were accepted.
 
-        Its draft must be read before the next drafts are made, which overwrite it.
+        The draft in the record must be read before the next drafts are made, because they overwrite it.
         """
         forward_pass, sequence = self.forward_pass, self.forward_pass.batch.sequences[b]
         num_accepted = max(0, min(int(forward_pass.sizes[b]) - 1, int(forward_pass.batch.committed[b])))

@@ -55,10 +55,10 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 
 
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
-    """Lower the measured times of passes that are implausibly long, because other work interrupted all their samples.
+    """Lower the times of passes that are implausibly long because other work interrupted every sample.
 
-    A time is lowered to that of a larger pass, or to the total time of several smaller passes over as many tokens, if
-    that is shorter. O(sizes squared).
+    If a larger pass took less time, its time is used. If several smaller passes over as many tokens took less time in
+    total, that total is used. O(sizes squared).
     """
 
     def num_passes(size: Size, other: Size) -> int:

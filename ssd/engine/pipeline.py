@@ -15,8 +15,8 @@ from ssd.model.target import Target
 _MIN_DRAFTLESS_PASSES: Final = 16
 """The number of consecutive forward passes without a draft before the next pass is launched without waiting for drafts.
 
-The number is high, because a pass launched early cannot verify a draft that is found meanwhile. That loses more time
-than the CPU work of several passes, which an early launch hides.
+The number is high, because a pass launched early cannot verify a draft that is found meanwhile. One missed draft loses
+more time than several early launches save, each of which hides the CPU work of one pass.
 """
 
 

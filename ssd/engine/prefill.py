@@ -21,8 +21,8 @@ class Prefill:
     quarter of the budget is reserved for the sequence that is first in the queue, so its prompt is finished within
     4 * remaining tokens / budget steps.
 
-    Before a prompt is computed, the longest prefix of it in any other slot is copied. So several outputs of one prompt
-    compute the prompt only once.
+    Before a prompt is computed, the KV cache of its longest prefix in any other slot is copied. So several outputs of
+    one prompt compute the prompt only once.
     """
 
     def __init__(
@@ -40,7 +40,10 @@ class Prefill:
         self._num_computed = 0
 
     def num_remaining(self, sequence: Sequence) -> int:
-        """Return the number of a sequence's tokens to prefill. The first decoding step computes the last token."""
+        """Return how many tokens of a sequence must still be prefilled.
+
+        The sequence's last token is not counted, because the first decoding step computes it.
+        """
         return sequence.num_tokens - 1 - self._target.length(sequence.slot)
 
     def run(self, running: list[Sequence]) -> list[Sequence]:

@@ -68,10 +68,10 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
 class PrefixCache:
     """Automatic prefix caching: gives each sequence a slot such that as much of the KV cache as possible is reused.
 
-    The KV cache stays in a slot after its sequence has ended. It is lost when a later sequence gets the slot: one that
-    begins with the same tokens, or any other if the slot is the least recently used one. If another slot, in use or
-    free, holds a prefix of the sequence, the prefix is copied. As with any chunked prefill, forward passes of another
-    size round differently; otherwise outputs do not change.
+    The KV cache stays in a slot after its sequence has ended. A later sequence that begins with the same tokens may
+    continue it there. It is lost when another sequence gets the slot because this is the least recently used one. If
+    another slot, in use or free, holds a prefix of a new sequence, the prefix is copied. As with any chunked prefill,
+    forward passes of another size round differently; otherwise outputs do not change.
 
     Nothing is cached if prefix caching is disabled, if the model cannot copy prefixes (it has no KV cache, or it keeps
     recurrent states), or if `reuse_scope` forbids it. Used only by the thread that steps the engine.
@@ -98,9 +98,9 @@ class PrefixCache:
         return self._cached.get(slot)
 
     def drop_overwritten(self) -> None:
-        """Clear each slot whose content is not its cached prefix: another engine of this model may have used it.
+        """Clear each slot whose tokens differ from the prefix that this cache recorded for the slot. O(cached tokens).
 
-        O(cached tokens).
+        Another engine with the same model may have overwritten the slot.
         """
         for slot in range(self._target.num_slots):
             cached = self._cached.get(slot)
@@ -108,7 +108,7 @@ class PrefixCache:
                 self.clear_slot(slot)
 
     def assign_slot(self, sequence: Sequence, free_slots: Iterable[int], running: Iterable[Sequence]) -> None:
-        """Assign a free slot to a sequence, and reuse the longest prefix of it that the KV cache of any slot holds.
+        """Assign a free slot to a sequence, and reuse the KV cache of its longest prefix that any slot holds.
 
         If a free slot holds this prefix, the sequence gets that slot and continues its KV cache. But if more than half
         of the tokens cached there would be lost, the sequence gets the least recently used slot, and the prefix is
@@ -129,7 +129,7 @@ class PrefixCache:
             self._copy_prefix(donor, sequence, shared)
 
     def copy_cached_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Copy the KV cache of the longest prefix of a sequence that another slot holds now.
+        """Find the longest prefix of a sequence that any other slot holds now, and copy the KV cache of this prefix.
 
         Other sequences may have computed the prefix since this sequence was given its slot.
         """

@@ -200,7 +200,10 @@ def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tu
 
 
 class _CostProfile:
-    """Measures what ``profile_cli costs`` prints: the extra time of forward passes with more tokens and of drafting."""
+    """Implements ``profile_cli costs``, which measures how much longer a forward pass with more tokens takes.
+
+    It also measures the drafting time, and the gain from token recycling.
+    """
 
     def __init__(self, codec: TextCodec, settings: Settings) -> None:
         self._codec = codec
@@ -286,7 +289,7 @@ class _CostProfile:
 
 
 class _LogProfile:
-    """Measures what ``profile_cli log`` prints: logged requests are decoded with and without drafts, and timed."""
+    """Implements ``profile_cli log``, which decodes logged requests with and without drafts and measures the times."""
 
     def __init__(self, codec: TextCodec, settings: Settings, name: str) -> None:
         if settings["fingerprint"] != codec.fingerprint:

@@ -46,8 +46,8 @@ class Coupling:
         Args:
             num_streams: The number of noise streams that requests share; with 0, each request has its own noise.
             window: The number of preceding tokens on which the shared noise of a token depends.
-            root: A function that returns the secret from which the secrets of the namespaces are derived, called for
-                each request; None draws a secret at random.
+            root: A function, called for each request, that returns the secret from which the secrets of the namespaces
+                are derived; None draws a secret at random.
         """
         self.num_streams = num_streams
         self._window = window
@@ -60,7 +60,7 @@ class Coupling:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 
     def distinct_streams(self, count: int, seed: int) -> list[int]:
-        """Draw ``count`` different numbers of noise streams, one for each output of a prompt. O(count).
+        """Draw the numbers of ``count`` different noise streams, one for each output of a prompt. O(count).
 
         The numbers are below ``num_streams``, unless the engine has fewer streams than ``count``.
         """
@@ -210,7 +210,7 @@ class Sequence:
         self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
     def advance_noise(self) -> None:
-        """Tell the shared sampling noise about the tokens appended since the last call, because it depends on the text.
+        """Pass the tokens appended since the last call to the shared sampling noise, which depends on preceding tokens.
 
         Requests with their own noise need no update.
         """

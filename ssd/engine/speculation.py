@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""The number of steps after which a warning is logged if drafts are found but cost too much to be verified."""
+"""The number of steps in which promising drafts cost too much to be verified, after which a warning is logged."""
 
 
 class SpeculationStatus(NamedTuple):
@@ -64,10 +64,10 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
 
 
 def uses_trees(shape: DraftShape, num_rows: int) -> bool:
-    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees (``shape``) instead of chains.
+    """Return whether the drafts of a forward pass over ``num_rows`` sequences are trees instead of chains.
 
-    With the shape "auto", only a single sequence has a tree. With several sequences trees were slower on a CPU: they
-    add accepted tokens to one sequence, but all sequences are padded to the longest draft.
+    ``shape`` is the configured shape. With "auto", only a single sequence has a tree. With several sequences trees were
+    slower on a CPU: they add accepted tokens to one sequence, but all sequences are padded to the longest draft.
     """
     return shape == "tree" or (shape == "auto" and num_rows == 1)
 
@@ -181,9 +181,9 @@ class SpeculationManager:
     def allows_early_launch(self, is_draftless: bool) -> bool:
         """Return whether the next forward pass may be launched before the output of the current pass is known.
 
-        The drafter must then draft without that output. So this is allowed only if speculation is off, or if no draft
-        was found for a while (``is_draftless``) and no drafter, such as a draft model or head, must see the output of
-        each pass.
+        The drafter must then draft without that output. This is allowed if speculation is off. It is also allowed if no
+        draft was found for a while (``is_draftless``), unless a drafter, such as a draft model or head, must see the
+        output of each pass.
         """
         return self._limit == 0 or (is_draftless and not self._backend.needs_outcomes)
 

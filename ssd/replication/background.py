@@ -18,7 +18,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Backoff:
-    """Growing delays between attempts to reach Redis, 0.1 to 3 s, randomized so that replicas do not retry at once."""
+    """Growing delays between attempts to reach Redis, 0.1 to 3 s, random so that replicas retry at different times."""
 
     def __init__(self) -> None:
         self.reset()

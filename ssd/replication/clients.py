@@ -87,7 +87,7 @@ class BoundedBuffer(SocketBuffer):
 
 
 class BoundedParser(_RESP2Parser):
-    """redis-py's parser of the RESP2 protocol, which aborts a reply larger than MAX_REPLY_BYTES (OversizedReplyError).
+    """redis-py's parser of the RESP2 protocol, which raises OversizedReplyError if a reply exceeds MAX_REPLY_BYTES.
 
     redis-py closes the connection if its parser raises an exception, so the rest of the reply is never read. If the
     server is read-only, the parser also raises an exception, because a new connection may lead to a server that accepts

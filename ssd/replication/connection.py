@@ -153,7 +153,7 @@ def connect(url: str) -> redis.Redis:
 
 
 def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
-    """Return (address, client) of each primary node of a cluster, or ("", client) of the only server without a cluster.
+    """Return a pair (address, client) for each primary node of a cluster; without a cluster, [("", client)].
 
     The caller must not close the clients. Raises the client's errors if a cluster does not answer.
     """

@@ -116,9 +116,9 @@ def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
 
 
 def max_entries_of(max_tokens: int) -> int:
-    """Return the maximum number of entries of a Redis stream with at most ``max_tokens`` tokens.
+    """Return the maximum length, in entries, of a Redis stream that may hold ``max_tokens`` tokens.
 
-    The number bounds the memory of a stream with many short entries.
+    The limit bounds the memory of a stream with many short entries.
     """
     return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
 

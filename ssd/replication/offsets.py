@@ -44,7 +44,7 @@ class StreamOffset(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One earlier opening of a namespace's cache by this replica. Its entries have a replica id of their own."""
+    """One earlier opening of a namespace's cache by this replica. Each opening has a replica id of its own."""
 
     replica_id: bytes
     position: int  # its text before this ring position is in files, or was evicted
@@ -73,7 +73,7 @@ class ReplicaOffset:
         }
 
     def is_stored(self, entry: Entry) -> bool:
-        """Return whether this replica wrote the stream entry itself and did not lose its text in a restart."""
+        """Return whether this replica wrote the stream entry itself and still has the entry's text after restarts."""
         if entry.replica_id == self.replica_id:
             return True
         return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)

@@ -25,7 +25,7 @@ FIELD = b"e"
 def append_entries(
     client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
 ) -> list[Exception | None]:
-    """Append values to a Redis stream; return None for each written value and the error for each rejected one.
+    """Append values to a Redis stream; return None for each value that was written, else the error that it caused.
 
     The stream is trimmed to about ``max_entries`` entries. If the connection fails, an error is raised, and any of the
     values may have been written.
@@ -168,14 +168,20 @@ def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
 
 
 def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) -> EntryPage:
-    """Return at most ``count`` entries of a Redis stream with ids larger than ``entry_id``, oldest first."""
+    """Return at most ``count`` entries of a Redis stream with ids larger than ``entry_id``, oldest first.
+
+    The ids in the reply are not checked here, see `check_entries`.
+    """
     if id_key(entry_id) == (_LARGEST, _LARGEST):
         return EntryPage([], is_last=True)
     return _page(client, count, "XRANGE", key, b"(" + entry_id, b"+")
 
 
 def all_entries(client: redis.Redis, key: str) -> Iterator[RawEntry]:
-    """Yield every entry of a Redis stream, oldest first, fetched in pages. Raises WrongReplyError."""
+    """Yield every entry of a Redis stream, oldest first, fetched in pages.
+
+    Raises WrongReplyError if a reply is not a list of entries with increasing ids, see `check_entries`.
+    """
     last, count = BEGINNING, _AT_ONCE
     while True:
         page = entries_after(client, key, last, count)
@@ -187,14 +193,20 @@ def all_entries(client: redis.Redis, key: str) -> Iterator[RawEntry]:
 
 
 def newest_entries(client: redis.Redis, key: str, count: int) -> list[RawEntry]:
-    """Return at most ``count`` entries of a Redis stream, newest first. Raises WrongReplyError."""
+    """Return at most ``count`` entries of a Redis stream, newest first.
+
+    Raises WrongReplyError if the reply is not a list of entries with descending ids, see `check_entries`.
+    """
     entries = _page(client, count, "XREVRANGE", key, b"+", b"-").entries
     check_entries(entries[::-1], after=BEGINNING)
     return entries
 
 
 def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
-    """Return the entry with a given id in a Redis stream, or None if there is no such entry. Raises WrongReplyError."""
+    """Return the entry with a given id in a Redis stream, or None if there is no such entry.
+
+    Raises WrongReplyError if Redis returns an entry with another id.
+    """
     entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
     if entries and entries[0][0] != entry_id:
         raise WrongReplyError("the reply of Redis has an entry that was not requested")

@@ -22,7 +22,7 @@ from ssd.retrieval.files import check_fingerprint
 from ssd.retrieval.namespace_cache import NamespaceCache, StoredPieces
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
-"""The default maximum number of tokens in a replication stream, which takes about 8 to 16 MB of Redis memory."""
+"""The default maximum number of tokens in a replication stream. They take about 8 to 16 MB of Redis memory."""
 
 _CLOSE_TIMEOUT_S = 3.0
 _BATCH = 64
@@ -89,9 +89,9 @@ class Publisher:
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
         """Queue new text of a replica for the Redis stream ``key``. Never waits for Redis. O(entries).
 
-        ``pieces`` are split into entries. The k-th entry of a piece gets the piece's ring-buffer position plus k as
-        part of its sequence id. So sequence ids are unique, and show after a restart whether the text had been written
-        to a file, because pieces are never split between files.
+        Each of the ``pieces`` is split into entries. The sequence id of a piece's k-th entry contains the sum of k and
+        the piece's position in the ring buffer, so ids are unique. As a piece is never split between cache files, the
+        id also shows after a restart whether the text had been written to a file.
         """
         entries: list[Entry] = []
         position = pieces.position
@@ -117,7 +117,7 @@ class Publisher:
                 self._remove_if_done(queue)
 
     def delete_stream(self, key: str) -> None:
-        """Delete a Redis stream, and the queued entries for it. Waits for Redis, and raises its errors."""
+        """Delete a Redis stream and the queued entries for it. Waits for Redis; raises redis-py's error if it fails."""
         self.detach(key, discard=True)
         self._client.delete(key)
 
@@ -165,7 +165,7 @@ class Publisher:
                 self.loop.report(reason)
 
     def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
-        """Write entries to Redis; return the rejected entries and the reason, None if all were written.
+        """Write entries to Redis; return the rejected entries and the first error, None if there is no error.
 
         Raises an error if the connection to a single server fails. In a cluster all entries then count as rejected.
         """
@@ -298,9 +298,9 @@ class ReplicationLog:
     def attach(self, cache: NamespaceCache) -> None:
         """From now on, publish new text of a cache to the other replicas, and add their text to the cache.
 
-        Never waits for Redis. After a restart, a cache with a directory continues where it stopped. Text of the stream
-        that is in its files is not stored again. Text that was lost because it was only in the memtable is read back
-        from the stream. ``ssd/replication/offsets.py`` describes the cases in which text is stored twice.
+        Never waits for Redis. After a restart, a cache with a directory continues where it stopped: stream entries
+        whose text is in the cache's files are not stored again. Text that was lost because it was only in the memtable
+        is read back from the stream. ``ssd/replication/offsets.py`` describes the cases in which text is stored twice.
         """
         key = stream_key(self._fingerprint, cache.name)
         replica_id = secrets.token_bytes(8)  # never stored: the directory may be a copy whose original is in use
@@ -319,7 +319,8 @@ class ReplicationLog:
     def delete_stream(self, namespace: str) -> None:
         """Delete the Redis stream of a namespace, after `detach`, together with the queued entries for it.
 
-        Waits for Redis, and raises its errors. A replica that still writes to the stream creates it again.
+        Waits for Redis; raises redis-py's error if it fails. A replica that still writes to the stream creates it
+        again.
         """
         key = stream_key(self._fingerprint, namespace)
         self.subscriber.unsubscribe(key)
@@ -361,7 +362,10 @@ _MAX_COUNT: Final = 1 << 53
 
 
 class RedisCounters:
-    """Named counters in a Redis hash that all replicas share. Invalid values count as 0. Methods raise Redis errors."""
+    """Named counters in a Redis hash that all replicas share. Invalid values count as 0.
+
+    Methods raise redis-py's exceptions if Redis cannot be reached or rejects a command.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)

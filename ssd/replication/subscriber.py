@@ -130,9 +130,9 @@ class SubscribedStream:
 class Subscriber:
     """The reading half of the replication log: a thread with its own connection that reads and trims all streams.
 
-    Each stream is read from its oldest entry, and the text of entries that is not in the cache yet is stored there.
-    Entries that were trimmed before they were read are lost. Entries whose text is in the cache are read too, because
-    their sizes are needed to bound the stream, and their sequence ids to detect second copies.
+    Each stream is read from its oldest entry. The text of an entry is added to the cache if the cache does not contain
+    it yet. Entries that were trimmed before they were read are lost. Entries whose text is in the cache are read too,
+    because their sizes are needed to bound the stream, and their sequence ids to detect second copies.
 
     Nothing in a stream is trusted. Every two seconds, the subscriber checks that each stream still has the entry that
     was read last. If not, the stream was emptied or replaced, and is read from its oldest entry. So neither a forged id
@@ -225,7 +225,11 @@ class Subscriber:
         self._has_changed.clear()
 
     def _attempt(self, stream: SubscribedStream, step: Callable[[SubscribedStream], object]) -> None:
-        """Run ``step`` for one stream. An error pauses only this stream, unless the only server cannot be reached."""
+        """Run ``step`` for one stream. An error pauses only this stream, while the others are read.
+
+        The error is raised if a server that is not part of a cluster cannot be reached, because this affects all
+        streams.
+        """
         from redis.exceptions import ConnectionError, TimeoutError
 
         if self.loop.is_stopping or stream.is_paused:

@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The best of the rewritings of a conversation by `variants`: the template leaves out the fewest parts of it."""
+    """The rewriting of a conversation by `variants` with the fewest parts that the chat template leaves out."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
@@ -141,10 +141,10 @@ class ChatTemplate:
     def choose(
         self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
     ) -> VariantChoice:
-        """Return the first rewriting of a conversation by `variants` of which the template leaves out no part.
+        """Return the first rewriting of a conversation by `variants` that the template renders completely.
 
         If there is none, return the rewriting with the fewest missing parts. The result is cached for conversations
-        with the same sequence of roles and parts, apart from repetitions. O(variants x renderings).
+        with the same sequence of roles and parts; repetitions in the sequence do not count. O(variants x renderings).
         """
         signs = list(map(_sign, messages))
         kept = _without_repetition(signs)
@@ -295,8 +295,8 @@ def _sign(message: Message) -> str:
 def _without_repetition(signs: Sequence[str]) -> list[int]:
     """Return the indices of the messages to keep, so that no series of up to 6 messages repeats more than twice.
 
-    ``signs`` are the shapes of the messages. A long conversation is tested as a shorter one, whose result may be
-    cached.
+    ``signs`` describe the role and parts of each message. A long conversation is thus shortened before the template is
+    tested with it, and the result for the shorter conversation may be cached.
     """
     if len(set(signs)) > len(signs) - 2:
         return list(range(len(signs)))

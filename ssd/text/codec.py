@@ -290,7 +290,8 @@ class TextCodec:
     def pieces(self) -> dict[tuple[int, int], tuple[str, str]]:
         """A cache of token texts for `TextStream`, empty at first.
 
-        It maps a pair (previous token, token) to the text that the token adds after it and the text of the token alone.
+        The key is a pair (previous token, token). The value is the text that the token adds after the previous token,
+        and the text of the token alone.
         """
         return {}
 
@@ -374,9 +375,9 @@ _SPACE_MARK = "\u2581"
 class TokenTexts:
     """Returns the bytes and the text of single tokens, e.g. for log-probabilities.
 
-    The bytes of an output's tokens, joined, are the output's text. The bytes of a token follow from its spelling in the
-    vocabulary, if that is as in GPT-2 (each character stands for a byte) or sentencepiece (a mark stands for a space).
-    In all other vocabularies, the token is decoded alone.
+    The bytes of an output's tokens, joined, are the output's text. If the vocabulary spells tokens as in GPT-2 (each
+    character stands for a byte) or sentencepiece (a mark stands for a space), the bytes follow from the spelling. With
+    any other vocabulary, the token is decoded alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -428,11 +429,14 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 MAX_BAD_WORDS = 1000
-"""The maximum number of bad words in a request; the limit bounds the work at each output position."""
+"""The maximum number of token sequences to which a request's bad words are encoded.
+
+The limit bounds the work at each output position.
+"""
 
 
 def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode each bad word without and, as vLLM does, also with a leading space, because the two are different tokens.
+    """Encode each bad word and, as in vLLM, also the word with a leading space if this begins with another token.
 
     The model may still spell a bad word with other tokens. Raises RequestError if a word has no token or if there are
     too many words.

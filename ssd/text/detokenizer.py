@@ -136,7 +136,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back, with incomplete characters as U+FFFD; it may complete a stop string."""
+        """Return the text that was held back, with U+FFFD for incomplete characters. It may complete a stop string."""
         if self.stop_hit is not None:
             return ""
         sent = self._send(self._new_text(self._codec.decode(self._window), len(self._window)))
@@ -174,7 +174,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """Return the shortest list of last tokens that spells whole characters; empty if no 8 tokens do."""
+    """Return the fewest last tokens that together spell whole characters; empty if even the last 8 tokens do not."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:

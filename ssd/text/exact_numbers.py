@@ -38,7 +38,7 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """Lark grammar rules for a JSON schema with numbers beyond 2^53, which contain all digits of these numbers.
+    """Lark grammar rules that replace a JSON schema with numbers beyond 2^53. They contain all digits of these numbers.
 
     llguidance computes with 64-bit floats, so it cannot enforce such numbers in a JSON schema.
 

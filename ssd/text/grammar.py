@@ -30,8 +30,8 @@ Mask = npt.NDArray[np.bool_]
 PATIENCE_S = 0.02
 """The maximum time in seconds that a forward pass waits for token masks of structured output.
 
-Most masks are computed far faster. A mask that needs more processor time than this counts as costly. Costly masks are
-computed one at a time, because several at once would slow down the forward passes.
+Most masks are computed far faster. A mask that is expected to need more processor time than `PATIENCE_S` is called
+costly. Costly masks are computed one at a time, because several at once would slow down the forward passes.
 """
 
 
@@ -155,7 +155,7 @@ class GrammarState:
         return self._threads.submit(make, trial)
 
     def use_ready_masks(self) -> int:
-        """Return the number of token masks that are ready for the current forward pass; later ones are not used."""
+        """Return how many token masks are ready. The current forward pass uses no masks that become ready later."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy
@@ -313,10 +313,10 @@ class GrammarState:
 
 
 def use_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
-    """Wait at most `PATIENCE_S` for the token masks of a forward pass; return the number that each sequence has.
+    """Wait at most `PATIENCE_S` for the token masks of a forward pass; return the number of masks of each sequence.
 
-    The result is int64[B]; a sequence without structured output has no limit. Sequences whose last masks were late are
-    waited for only if the pass has no other sequences.
+    The result is int64[B], with the largest integer for a sequence without structured output, which needs no masks.
+    Sequences whose last masks were late are waited for only if the pass consists only of such sequences.
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]

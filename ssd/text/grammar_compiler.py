@@ -179,8 +179,8 @@ class GrammarCompiler:
 def _rename_special_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
     """Rename the special tokens in a ``tokenizer.json`` to random names; return the new file and the new names.
 
-    Otherwise text in a grammar that spells a special token, e.g. <|endoftext|>, would become that control token,
-    because llguidance encodes text that a grammar forces with this tokenizer.
+    llguidance encodes text that must come next according to the grammar with this tokenizer. With the original names,
+    text in a grammar that spells a special token, e.g. <|endoftext|>, would become that control token.
     """
     tokenizer = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)
@@ -262,8 +262,8 @@ _CONTROL_CHARACTERS = re.compile(r"\\u00[01]|\\\\[cux]")
 def json_options(schema: Any) -> dict[str, Any]:
     r"""Return llguidance's options for generating JSON under a schema.
 
-    The options disable escapes like \u0041, because a model could spell a key twice with them. Only if the schema
-    requires control characters, which need such escapes, they are enabled.
+    The options disable escapes like \u0041, because a model could spell a key twice with them. The escapes are
+    enabled only if the schema requires control characters, which cannot be written without them.
     """
     escapes = 'nrbtf\\"' + ("u" if _CONTROL_CHARACTERS.search(json.dumps(schema, ensure_ascii=False)) else "")
     return {**JSON_OPTIONS, "json_allowed_escapes": escapes}

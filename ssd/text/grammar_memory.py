@@ -75,7 +75,7 @@ class GrammarReservation:
 
     @property
     def num_bytes(self) -> int:
-        """The memory in bytes that this request adds: that of a copy, or of the whole grammar if it is not cached."""
+        """The memory in bytes that this request needs, which is less if the grammar is cached and only copied."""
         return self.weight.num_bytes // (1 if self.compiled is None else _COPY_PARTS)
 
 
@@ -114,10 +114,10 @@ class GrammarMemory:
     def open(
         self, weight: GrammarCost, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
     ) -> GrammarReservation | None:
-        """Reserve memory for a request's grammar, and evict cached grammars if memory is short.
+        """Reserve memory for a request's grammar, and evict cached grammars if memory is short; return the reservation.
 
-        If ``may_refuse`` is True, the result is None for a large grammar that does not fit next to the grammars in use;
-        the request then waits. Otherwise the budget may be exceeded.
+        If ``may_refuse`` is True, a large grammar that does not fit next to the grammars in use gets no reservation:
+        the result is None, and the request waits. Otherwise the budget may be exceeded.
 
         Args:
             weight: The memory of the grammar and its compilation time.

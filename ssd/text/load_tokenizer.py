@@ -88,7 +88,7 @@ ROPE_MODULE = "transformers.modeling_rope_utils"
 
 @contextmanager
 def errors_only(module: str) -> Iterator[None]:
-    """Suppress the warnings of a transformers module in a ``with`` block, because `load_model` reports the problems."""
+    """Suppress a transformers module's warnings in a ``with`` block: this project reports their causes itself."""
     logger = logging.getLogger(module)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -237,9 +237,9 @@ def parse_template(text: str) -> None:
 def hide_torch() -> bool:
     """Make ``import torch`` fail in this process, so that transformers starts without it; return whether it is hidden.
 
-    transformers imports torch if it is installed, which costs a program that only tokenizes a second and about 200 MB.
-    Call this function only at the entry point of a program: torch cannot be used in this process afterwards. It has no
-    effect if torch or transformers is already loaded.
+    If torch is installed, transformers imports it, which takes about one second and 200 MB. A program that only
+    tokenizes does not need torch. Call this function only at the entry point of a program: torch cannot be used in
+    this process afterwards. It has no effect if torch or transformers is already loaded.
     """
     if sys.modules.get("torch") is not None or "transformers" in sys.modules:
         return "torch" in sys.modules and sys.modules["torch"] is None

@@ -27,7 +27,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Text parts are joined by a line feed, as in vLLM. OpenAI's older ``function_call`` and the role "function" become
     tool calls and the role "tool". Reasoning is stored under both keys that templates read. Other keys are kept unless
-    their value is null. Raises RequestError with ``param="messages"``, which names the faulty message.
+    their value is null. If a message is invalid, a RequestError that names it is raised, with ``param="messages"``.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _messages_error(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -173,7 +173,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merge_pairs(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join two consecutive messages if their roles are one of ``pairs``, with the role of the first message.
+    """Join consecutive messages if ``pairs`` contains the pair of their roles. The result has the first message's role.
 
     Nothing is joined to a message with tool calls.
     """

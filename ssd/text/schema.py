@@ -238,7 +238,7 @@ def _accepts_all(schema: Schema) -> bool:
 
 
 class _Preparation:
-    """The work of `prepare_schema` on one JSON schema, changed in place so that references into it stay valid."""
+    """Does the work of `prepare_schema`. The JSON schema is changed in place, so that references into it stay valid."""
 
     def __init__(self, root: dict[str, Any], strict: bool) -> None:
         self._root = root
@@ -392,7 +392,10 @@ class _Preparation:
             self._refuse(node, "propertyNames", at, "is not supported: leave it out" + _INSTEAD["propertyNames"])
 
     def _add_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
-        """Add the keys ``names`` to ``properties`` with ``schema``, in addition to the schema that a key has."""
+        """Require in ``properties`` that the value of each key in ``names`` is valid under ``schema``.
+
+        If ``properties`` has a schema for the key already, both schemas apply.
+        """
         properties = node.setdefault("properties", {})
         for name in names:
             known = properties.get(name, True)
@@ -481,9 +484,9 @@ class _Preparation:
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
     ) -> None:
-        """Replace a numeric bound that llguidance cannot enforce exactly by the next bound inwards that it can.
+        """Move a numeric bound that llguidance cannot enforce exactly to the closest stricter bound it can enforce.
 
-        These bounds are numbers beyond 2^53 and integral exclusive bounds.
+        llguidance cannot enforce bounds beyond 2^53 exactly, nor exclusive bounds that are integers.
         """
         if exclusive in node and _is_whole(node[exclusive]):
             limit = int(node.pop(exclusive))
@@ -498,9 +501,10 @@ class _Preparation:
             node[bound] = tighter(moved, -inwards * _MAX_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
-        """Raise SchemaError if bounds beyond 2^53 leave no number after they were moved; if not strict, remove them.
+        """Raise SchemaError if bounds beyond 2^53 leave no valid number once `_move_bound` has moved them.
 
-        If a bound is so large that llguidance needs both bounds of the range, add the missing one.
+        If not strict, the bounds are removed instead. If a bound is so large that llguidance needs both bounds of the
+        range, the missing one is added.
         """
         if node.get("minimum", 0) >= _OPEN_BOUND:
             node.setdefault("maximum", _MAX_BOUND)
@@ -586,7 +590,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values that const or enum lists, as JSON text (1.0 is written as 1); None if there is neither."""
+    """Return the values of the keyword const or enum as JSON text (1.0 is written as 1); None if there is neither."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None

@@ -30,15 +30,13 @@ class Marks(NamedTuple):
         return re.sub(f"[{self.begin}{self.end}]", "", self.unescape(text))
 
     def unescape(self, text: str) -> str:
-        """Replace JSON escapes of the two characters by the characters: some chat templates write text as JSON."""
+        """Replace JSON escapes of the two marks by the marks themselves. Some chat templates write text as JSON."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
 class _MarkedTokens(NamedTuple):
-    """The texts of the special tokens that are marked in a message, all their beginnings, and the greatest length."""
-
     tokens: frozenset[str]
     beginnings: frozenset[str]
     longest: int
@@ -49,8 +47,8 @@ class SpecialTokens:
 
     A client thus cannot inject control tokens by text that spells them. First, `mark` puts two unused characters
     (marks) around such text in messages, before the template is rendered. It also marks the end of a string that the
-    template's next characters could complete to a special token. Then `encode` replaces the added tokens in the
-    rendered prompt that are not marked by unguessable strings, and removes the marks. Last, a copy of the tokenizer,
+    template's next characters could complete to a special token. Then `encode` finds the added tokens without marks in
+    the rendered prompt, puts unguessable strings in their place, and removes the marks. Last, a copy of the tokenizer,
     which knows the unguessable strings in place of the added tokens, encodes the result. So marked text is encoded as
     ordinary text.
 
@@ -143,9 +141,10 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered prompt with a tokenizer that is not implemented in Rust, so that it has no modified copy.
+        """Encode a rendered prompt with a tokenizer that is not implemented in Rust, so no modified copy of it exists.
 
-        The client's strings must not spell special tokens. Only the ends of strings may be marked.
+        Such a tokenizer cannot encode the text of a special token as ordinary text, so `mark` has refused messages that
+        contain any. RequestError is raised if the template completed a client's string to a special token.
         """
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
@@ -199,7 +198,7 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> Any:
-        """A copy of the tokenizer that knows unguessable strings instead of added tokens; None if not in Rust."""
+        """A copy of the tokenizer with unguessable strings instead of added tokens; None without a Rust tokenizer."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -217,7 +216,7 @@ class SpecialTokens:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """The original id of each added token, by the id of its unguessable string in the tokenizer's copy."""
+        """Maps the ids of the unguessable strings in the tokenizer's copy to the ids of the original added tokens."""
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
