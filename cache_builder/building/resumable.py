@@ -110,7 +110,8 @@ def new_cache(
     """Yield a writer of segments for a new cache, and move the finished cache to ``out`` at the end of the context.
 
     With ``force``, an existing cache is replaced. Servers may read the old cache meanwhile, but not write to it. Raises
-    ConfigError, CacheError or OSError. After any exception, ``out`` is unchanged.
+    ConfigError if ``out`` cannot be used, and CacheError or OSError if the cache cannot be written. After any
+    exception, ``out`` is unchanged.
     """
     out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:

@@ -152,7 +152,8 @@ class _CountingStream(_ForwardStream):
 
 
 _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
-"""Words of pyarrow's error messages for damaged compressed data, by which they are told from other errors."""
+"""Words in pyarrow's error messages for damaged compressed data, which distinguish them from messages of other errors.
+"""
 
 
 class _DecompressedStream(_ForwardStream):

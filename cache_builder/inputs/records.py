@@ -185,7 +185,10 @@ def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
 
 
 def _example_of_ids(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
-    """Return the sequence of a log record that contains token ids instead of text."""
+    """Return the sequence in a log record whose field "token_ids" contains token ids instead of text.
+
+    Raises InputError if a token id or the record's "prompt_length" is invalid.
+    """
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):
