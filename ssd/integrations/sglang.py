@@ -195,9 +195,10 @@ class SsdCorpus:
         return dict(self._corpora)
 
     def _new_tokens(self, name: str, tail: Sequence[int], total: int) -> Sequence[int]:
-        """Return the last tokens of ``tail``, as many as the request's text lacks to have ``total`` tokens.
+        """Return the last tokens of ``tail``: those by which the known text of a request grows to ``total`` tokens.
 
-        If the request is unknown, or ``tail`` is too short, the request starts again with ``tail`` as its whole text.
+        If the request is unknown, or ``tail`` is too short, the request starts again with ``tail`` as its whole text,
+        and nothing is returned.
         """
         text = self.cache.texts.get(name)
         num_new = -1 if text is None else total - text.length
@@ -215,7 +216,10 @@ class SsdCorpus:
 
 
 def _own_corpus() -> Any:
-    """Return SGLang's own corpus class. Its module is loaded again, because the plug-in has replaced the class."""
+    """Return SGLang's own corpus class.
+
+    Its module is loaded a second time, because the plug-in has replaced the class in the first copy of the module.
+    """
     spec = importlib.util.find_spec(_CORPUS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

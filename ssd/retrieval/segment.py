@@ -334,7 +334,10 @@ def _check_section(path: Path, section: str, array: npt.NDArray[Any], checksum: 
 
 
 def _check_text(path: Path, text: Bytes, num_tokens: int, width: int) -> None:
-    """Raise SegmentCorrupt if the text lacks its last separator or the zeros around it, which bound searches."""
+    """Raise SegmentCorrupt unless the text ends with a separator, has zeros around it, and contains only valid ids.
+
+    The separator and the zeros are necessary because they bound searches.
+    """
     stop = GUARD_BYTES + width * num_tokens
     if text[:GUARD_BYTES].any() or text[stop - width :].any():
         raise corrupt(path, "its text has no separator at its end, or no zeros around it")

@@ -76,8 +76,8 @@ def as_context(context: npt.NDArray[Any]) -> TokenIds:
 def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> int:
     """Pack the last ``length`` context tokens so that they end at address ``pattern``; return the number of bytes.
 
-    Packing stops at a token that does not fit ``width`` bytes, because no segment of that width contains it. A zero
-    word precedes the packed tokens.
+    The last token is packed first. Packing stops before a token that does not fit in ``width`` bytes, because no
+    segment of that width contains it. A zero word precedes the packed tokens.
     """
     n = len(context)
     out = uint8_array(pattern - PATTERN_BYTES, PATTERN_BYTES)
