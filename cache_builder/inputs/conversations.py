@@ -131,8 +131,8 @@ def _encode_turn_by_turn(
 def chat_encoder(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
     """Return the function `TextCodec.encode_chat` with the arguments that the server uses for this chat template.
 
-    If the template ignores tools, the tools are described in words, as the server does. The server then expects tool
-    calls in the model's own format, but here they are written in the Hermes format.
+    If the template ignores tools, the prompt describes the tools in words, as in the server. Tool calls are then
+    written in the Hermes format, whereas the server expects the model's own format.
     """
     template = codec.template(with_tools="tools" in kwargs)
     in_words = template is not None and not template.takes_tools

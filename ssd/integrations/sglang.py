@@ -41,8 +41,8 @@ def remember_server(_worker: Any, server_args: Any, *_args: Any, **_kwargs: Any)
 def remember_prompts(worker: Any, batch: Any) -> None:
     """Register the new requests of a batch with their whole prompts.
 
-    A hook that runs before SGLang's worker requests drafts, because the worker passes only the last tokens of a
-    request.
+    This hook runs each time before SGLang's worker asks the corpus for drafts. It is needed because the worker passes
+    only the last tokens of a request to the corpus.
     """
     corpus = worker.ngram_corpus
     if isinstance(corpus, SsdCorpus):

@@ -90,9 +90,9 @@ class SuffixIndex:
     ``plan_merge`` and ``install_merged``, ``eviction_pass`` and ``install_retained``. Between the two calls, the owner
     sorts on another thread, without its lock.
 
-    If room is needed, the oldest segment is evicted. The parts of it that occur in a later output come back as a
-    retained segment, which is placed before all segments that are not evicted yet and is not examined again. Retained
-    segments have at most half of the capacity. If they exceed it, or if there are no other segments to evict, the
+    If room is needed, the oldest ring segment is evicted. If later outputs repeated parts of its text, these parts
+    become a retained segment, which is placed before all ring segments and is not examined for reuse again. Retained
+    segments have at most half of the capacity. If they exceed this half, or if there are no ring segments to evict, the
     oldest retained segments are dropped. So new text always has half of the capacity, and text that is never reused
     evicts only text that is not reused either.
     """

@@ -83,8 +83,8 @@ class NamespaceCache:
             fingerprint: The tokenizer's fingerprint.
             directory: A directory whose segments are searched and in which new ones become files; None keeps all text
                 in memory.
-            sorter: The executor that sorts large merges; None sorts on the thread that maintains.
-            wake: Called if there is maintenance to do; None if the owner calls ``maintain``.
+            sorter: The executor that sorts large merges. If it is None, ``maintain`` sorts them itself.
+            wake: A function to call if ``maintain`` is due. None: the owner calls ``maintain`` regularly.
         """
         self.name = name
         self._config = config
@@ -290,8 +290,8 @@ class NamespaceCache:
 
         Args:
             flush_all: Flush the memtable whatever its size.
-            wait: Also finish merges that the sorter runs. Otherwise they are started here and installed by a later
-                call.
+            wait: Wait for merges that run on another thread. Otherwise these merges are only started, and a later call
+                installs their results.
         """
         with self._maintaining:
             if self._is_closed:
@@ -442,7 +442,10 @@ class NamespaceCache:
         return {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
 
     def _install_merged(self, inputs: Sequence[Segment], tokens: Tokens, order: Tokens | None = None) -> None:
-        """Replace the segments ``inputs`` by one segment of ``tokens``, which is sorted here if ``order`` is None."""
+        """Replace the segments ``inputs`` by one segment that contains ``tokens``.
+
+        ``order`` is the suffix array of ``tokens``; if it is None, the tokens are sorted by this call.
+        """
         segment_id = new_segment_id(
             inputs[0].start, retained=all(is_retained(segment.segment_id) for segment in inputs)
         )

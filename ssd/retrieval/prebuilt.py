@@ -61,7 +61,7 @@ def _require_memory(path: Path, manifest: Manifest) -> None:
 class PrebuiltWriter:
     """Writes sequences into a cache directory as prebuilt segments, and keeps the segments that are already there.
 
-    The directory may be that of a server which is stopped meanwhile. As a context manager, the writer commits
+    The directory may be that of a server, which must be stopped meanwhile. As a context manager, the writer commits
     everything when the block ends normally, and nothing after an exception.
     """
 
