@@ -71,7 +71,7 @@ _WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
 """The number of tokens up to which a forward pass is assumed to take constant time in the replay of a log.
 
-Under this assumption drafts are long, so the replay shows for more of the cache's text whether it is useful.
+Under this assumption drafts are long, so the accepted drafts cover more of the cache's text.
 """
 
 _FACTOR: Final = 0x9E3779B97F4A7C15

@@ -34,8 +34,8 @@ class FollowCounts:
     """The number of calls of the function to which a `Follower` passes texts. A long text is passed in several parts.
     """
     tokens: int = 0
-    """The number of tokens in all texts that a `Follower` has passed on. Each part of a long text repeats tokens of the
-    part before it, and the repeated tokens are counted again.
+    """The number of tokens in all texts that a `Follower` has passed to its callback. Each part of a long text
+    repeats tokens of the part before it, and the repeated tokens are counted again.
     """
     pending_tokens: int = 0
     """The number of tokens now in memory, in blocks that later blocks may continue."""

@@ -212,7 +212,7 @@ def _module(name: str) -> Any:
 def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
     """Load the tokenizer that the settings name, by default vLLM's. Returns None if it cannot be loaded.
 
-    If text is shared with other processes, a tokenizer that cannot be loaded raises ModelError.
+    Raises ModelError instead if text is shared with other processes.
     """
     from ssd.text.codec import TextCodec
     from ssd.text.load_tokenizer import HubOptions

@@ -321,8 +321,8 @@ class NamespaceCache:
     def close(self) -> None:
         """Flush the memtable and close the directory. Text appended later is stored in memory only.
 
-        Text that other threads append after the call is not waited for. The call sorts at most one memtable. It writes
-        the new segments, and the segments whose earlier writes failed.
+        The call does not wait for text that other threads append meanwhile. It sorts at most one memtable, and writes
+        the new segments and the segments whose earlier writes failed.
         """
         self.begin_close()
         with self._maintaining:
@@ -405,8 +405,8 @@ class NamespaceCache:
     def _merge(self, *, wait: bool) -> None:
         """Merge small segments into larger ones until no merge is due.
 
-        A large merge is sorted by the sorter on another thread. With ``wait``, this call waits for its result;
-        otherwise a later call installs the result.
+        The text of a large merge is sorted on another thread. With ``wait``, this call waits for the result; otherwise
+        a later call installs it.
         """
         while not self._is_closing:
             if self._running is not None:
@@ -461,8 +461,8 @@ class NamespaceCache:
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
         """Count a merge that failed with ``error``, and delay its retry, twice as long after each failure.
 
-        Without ``error``, only the merged segment's file could not be written. The merge is then delayed but not
-        counted.
+        Without ``error``, the merge succeeded, but the file of the merged segment could not be written. The retry is
+        then delayed, and no failed merge is counted.
         """
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:

@@ -148,7 +148,7 @@ class SegmentSearch(Record):
 
 
 class RangeExpander(Record):
-    """The state of a search of a segment that goes on in one direction of the suffix array, to find further matches.
+    """The state of finding further matches in one direction of a segment's suffix array, after the binary search.
 
     Matches of the same length have neighbouring ranks in a suffix array, so the range of ranks of the longest match is
     expanded to find shorter matches. Record 2 * i expands search i to higher ranks, and 2 * i + 1 to lower ranks.
