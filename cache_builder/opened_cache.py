@@ -65,7 +65,10 @@ def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
 
 
 def read_learned_state(path: Path) -> bytes | None:
-    """Return the bytes of a cache's acceptance model (learned.bin); None if missing. Raises StoreUnavailable."""
+    """Return the bytes of a cache's acceptance model (learned.bin); None if the file is missing.
+
+    Raises StoreUnavailable if the file cannot be read.
+    """
     try:
         return read_learned(path)
     except OSError as error:

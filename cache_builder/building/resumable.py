@@ -29,7 +29,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Yield the working directory of a build, locked against other builds, and delete it when the context ends.
 
     If an exception ends the context and at least one block is finished, the directory is kept, so that the next build
-    resumes from it. ``fresh`` deletes the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
+    resumes from it. ``fresh`` deletes the files of an earlier build first. Raises ConfigError or OSError if the
+    directory cannot be used, and CacheLocked if another process uses it.
     """
     path = resumable_directory(out)
     try:

@@ -197,7 +197,10 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """Read decoding costs from a file that ``--save-cost`` or the benchmark of passes wrote. Raises ConfigError."""
+    """Read decoding costs from a file that ``--save-cost`` or the benchmark of passes wrote.
+
+    Raises ConfigError if the file cannot be read or contains something else.
+    """
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MAX_BYTES} bytes")

@@ -45,10 +45,10 @@ _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x"
 def encode_answers(
     messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[Example | EncodedAnswer]:
-    """Tokenize every assistant message of a conversation together with its prompt. Raises RequestError.
+    """Tokenize every assistant message of a conversation together with its prompt.
 
     ``kwargs`` are the variables of the chat template. O(characters) if the template renders each message independently
-    of later ones, else O(answers * characters).
+    of later ones, else O(answers * characters). Raises RequestError if the template cannot render a prompt.
     """
     places = [n for n, each in enumerate(messages) if n and each["role"] == "assistant" and _has_output(each)]
     if len(places) > _FEW and (found := _encode_turn_by_turn(messages, places, kwargs, codec)) is not None:

@@ -37,9 +37,10 @@ def read_sources(
 
 
 def read_part(part: Source, progress: Progress, fields: FieldNames = DEFAULT_FIELD_NAMES) -> Iterator[InputRecord]:
-    """Yield the records of a file, or of the part of a file that ``part`` describes, in order. Raises InputError.
+    """Yield the records of a file, or of the part of a file that ``part`` describes, in order.
 
-    A text file is one record, but above 4 MB it is split at line ends into several records.
+    A text file is one record, but above 4 MB it is split at line ends into several records. Raises InputError if the
+    file cannot be read or is damaged.
     """
     with input_errors(part.name):
         if part.format == "parquet":
@@ -92,7 +93,10 @@ class EncodedRecord(NamedTuple):
 
 
 def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = DEFAULT_FIELD_NAMES) -> EncodedRecord:
-    """Tokenize the texts or conversations of a log record. Raises InputError, which names the file and line."""
+    """Tokenize the texts or conversations of a log record.
+
+    Raises InputError, with the file and line in its message, if the record is invalid or its format is not supported.
+    """
     if not record.is_json:
         return EncodedRecord([codec.encode_text_example(record.text)])
     line = fields_of(record)
@@ -115,7 +119,7 @@ def encode_usable_record(
 
 
 def fields_of(record: InputRecord) -> Mapping[str, Any]:
-    """Return the fields of a JSON record or a table's row. Raises InputError."""
+    """Return the fields of a JSON record or a table's row. Raises InputError if the record is not a JSON object."""
     if record.line is not None:
         return record.line
     try:

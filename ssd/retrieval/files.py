@@ -120,7 +120,10 @@ class NotAFileError(OSError):
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file, or a link to a regular file, for reading. Never blocks. Raises NotAFileError and OSError."""
+    """Open a regular file, or a link to a regular file, for reading. Never blocks.
+
+    Raises NotAFileError if ``path`` is something else, such as a pipe, and OSError if the file cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -138,7 +138,10 @@ def allocate_tokens(count: int) -> Tokens:
 
 
 def concatenate(segments: Sequence[Segment]) -> Tokens:
-    """Return the tokens of several segments one after the other. Raises MemoryError."""
+    """Return the tokens of several segments, one segment after the other, as one new array.
+
+    Raises MemoryError if the array does not fit in memory.
+    """
     tokens = allocate_tokens(sum(map(len, segments)))
     start = 0
     for segment in segments:
@@ -209,7 +212,10 @@ class SegmentHeader:
 
     @classmethod
     def from_bytes(cls, path: Path, header: bytes) -> Self:
-        """Parse a segment file's header; ``path`` is used in error messages. Raises SegmentCorrupt, FormatVersion."""
+        """Parse a segment file's header; ``path`` is used in error messages.
+
+        Raises SegmentCorrupt if the header is damaged, and FormatVersion if a newer version wrote it.
+        """
         if len(header) < HEADER_LENGTH:
             raise corrupt(path, f"it has {len(header)} bytes, fewer than the {HEADER_LENGTH} bytes of a header")
         unpacked = _HEADER.unpack(header[: _HEADER.size])
