@@ -34,7 +34,7 @@ class OpenedCache:
 def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
     """Open cache directories read-only and check their files. A server may continue to write to them. O(tokens).
 
-    Raises TokenizerMismatch if the caches have different tokenizers, and CacheError.
+    Raises TokenizerMismatch if the caches have different tokenizers, and CacheError if a cache cannot be read.
     """
     found: list[OpenedCache] = []
     for path in paths:
@@ -51,9 +51,9 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
 
 
 def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
-    """Open a cache directory and check its files. Raises TokenizerMismatch or CacheError.
+    """Open a cache directory and check its files. Raises CacheError if the cache cannot be read.
 
-    If ``codec`` is given, the cache must have been built with this tokenizer.
+    If ``codec`` is given and the cache was built with another tokenizer, TokenizerMismatch is raised.
     """
     (cache,) = open_caches([path])
     if codec is not None and codec.fingerprint != cache.fingerprint:
@@ -65,7 +65,10 @@ def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
 
 
 def read_learned_state(path: Path) -> bytes | None:
-    """Return the bytes of a cache's acceptance model (learned.bin); None if missing. Raises StoreUnavailable."""
+    """Return the bytes of a cache's acceptance model (learned.bin); None if the file is missing.
+
+    Raises StoreUnavailable if the file cannot be read.
+    """
     try:
         return read_learned(path)
     except OSError as error:
@@ -75,7 +78,11 @@ def read_learned_state(path: Path) -> bytes | None:
 
 
 def read_cache_manifest(path: Path) -> Manifest:
-    """Read the manifest file of a cache directory. Raises SegmentCorrupt, FormatVersion or StoreUnavailable."""
+    """Read the manifest file of a cache directory.
+
+    Raises SegmentCorrupt if the file is damaged, FormatVersion if a newer version wrote it, and StoreUnavailable if the
+    directory or the file cannot be read or does not exist.
+    """
     try:
         manifest = read_manifest(path)
         if manifest is not None:

@@ -63,10 +63,11 @@ class Block:
 
 
 def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
-    """Divide the inputs of a build into blocks of about ``block_bytes`` bytes of text, in order. Raises InputError.
+    """Divide the inputs of a build into blocks of about ``block_bytes`` bytes of text, in order.
 
     Several small files form one block, and a large file is split if its format allows it. ``how`` is a text with all
-    build options that influence the result; it is hashed into each block's key.
+    build options that influence the result; it is hashed into each block's key. Raises InputError if an input cannot be
+    read.
     """
     if block_bytes is None:
         total = sum(map(estimate_text_bytes, sources))
@@ -171,7 +172,8 @@ def build_block(
     """Tokenize a block of the inputs and write its segments; if an earlier build did so, only read the result.
 
     The same block and options always give the same files. Building needs 4 bytes of memory per token of a segment, and
-    14 more while the segment's suffix array is sorted. Raises InputError, CacheError, ModelError or OSError.
+    14 more while the segment's suffix array is sorted. Raises InputError for an invalid input, ModelError if the
+    tokenizer cannot be loaded, and CacheError or OSError if a segment cannot be written.
     """
     journal = options.journal / block.key
     known = _read_journal(journal, block, options)
@@ -201,7 +203,10 @@ def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockRe
 
 
 class _Builder:
-    """Tokenizes one block of the inputs and writes segments, which contain equal beginnings of prompts once."""
+    """Tokenizes one block of the inputs and writes it to segments.
+
+    If several prompts in a segment begin with the same text, the segment contains this text once.
+    """
 
     def __init__(self, block: Block, options: BuildOptions, progress: Progress) -> None:
         self._block = block

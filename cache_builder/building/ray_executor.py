@@ -25,9 +25,10 @@ _BYTES_A_WORKER = 512 << 20
 
 
 def ray_executor(address: str | None) -> Executor:
-    """Return an executor for `build` that distributes blocks over a Ray cluster. Raises ConfigError.
+    """Return an executor for `build` that distributes blocks over a Ray cluster. Raises ConfigError if Ray is missing.
 
-    If ``address`` is None, the cluster is ``$RAY_ADDRESS``, or a new cluster on this machine.
+    If ``address`` is None, the cluster is ``$RAY_ADDRESS``, or a new cluster on this machine. If no cluster answers,
+    the executor raises ConfigError.
     """
     if find_spec("ray") is None:
         raise ConfigError("building on a cluster needs Ray: pip install 'ssd-serving[ray]'")

@@ -29,7 +29,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Yield the working directory of a build, locked against other builds, and delete it when the context ends.
 
     If an exception ends the context and at least one block is finished, the directory is kept, so that the next build
-    resumes from it. ``fresh`` deletes the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
+    resumes from it. ``fresh`` deletes the files of an earlier build first. Raises ConfigError or OSError if the
+    directory cannot be used, and CacheLocked if another process uses it.
     """
     path = resumable_directory(out)
     try:
@@ -110,7 +111,8 @@ def new_cache(
     """Yield a writer of segments for a new cache, and move the finished cache to ``out`` at the end of the context.
 
     With ``force``, an existing cache is replaced. Servers may read the old cache meanwhile, but not write to it. Raises
-    ConfigError, CacheError or OSError. After any exception, ``out`` is unchanged.
+    ConfigError if ``out`` cannot be used, and CacheError or OSError if the cache cannot be written. After any
+    exception, ``out`` is unchanged.
     """
     out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:

@@ -221,7 +221,8 @@ def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: 
 def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec | None]:
     """Tokenize a prompt or conversation in a file as the server does, and return the token ids and the tokenizer.
 
-    Raises InputError or RequestError.
+    Raises InputError if the file cannot be read or parsed, and RequestError if the chat template rejects the
+    conversation.
     """
     text = _read(name)
     if not name.endswith(".json"):

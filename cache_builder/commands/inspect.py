@@ -126,7 +126,7 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
     A tenant's cache has a name derived from the server's secret, which is read from ``secret_file`` (default: from the
     directory). In the result, "of" tells to whom a cache belongs. "orphans" are caches of tenants that were created
     with another secret. "faults" reports orphans, and a missing or damaged secret. Nothing is changed. Raises
-    CacheError.
+    CacheError if the directory or the secret cannot be read.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()

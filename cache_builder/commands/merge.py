@@ -30,8 +30,13 @@ def merge(
 
     Sequences that occur several times are kept by default, because drafts are ranked by how often a text occurs;
     ``unique`` keeps only the first of them. ``out`` may be one of ``paths``, and is unchanged after an error. The
-    largest segment needs 18 bytes of memory per token, and ``unique`` about 100 bytes per sequence. Raises ConfigError,
-    CacheError or OSError.
+    largest segment needs 18 bytes of memory per token, and ``unique`` about 100 bytes per sequence.
+
+    Raises:
+        ConfigError: ``out`` cannot be used, the caches contain no text, or ``namespace`` is missing although the caches
+            have different namespaces.
+        CacheError: A cache cannot be read, or the caches have different tokenizers.
+        OSError: The result cannot be written.
     """
     check_output(out, force=force)
     caches = open_caches(paths)

@@ -52,7 +52,8 @@ def redis_url_from_options(options: argparse.Namespace) -> str:
 def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
     """Load the tokenizer from ``--tokenizer``, with the chat template from ``--chat-template`` if given.
 
-    Returns None if neither option is given. Raises ModelError or InputError.
+    Returns None if neither option is given. Raises ModelError if the tokenizer cannot be loaded, and InputError if the
+    file of the chat template cannot be read.
     """
     template = chat_template_from_options(options)
     if options.tokenizer is None and template is None:
@@ -87,10 +88,10 @@ def escape_value(value: object) -> str:
 
 @contextmanager
 def redis_client(url: str, describe_failure: Callable[[], str] = lambda: "failed") -> Iterator[redis.Redis]:
-    """Yield a Redis client for a ``with`` block; errors of Redis leave the block as StoreUnavailable.
+    """Yield a Redis client for a ``with`` block, and convert errors of Redis in the block to StoreUnavailable.
 
-    The error message has one line and contains no password. ``describe_failure`` returns the part of the message
-    that describes the step that failed. Raises ConfigError for an invalid URL.
+    The error message has one line and contains no password. ``describe_failure`` returns the part of the message that
+    describes the step that failed. Raises ConfigError for an invalid URL.
     """
     from ssd.replication.connection import connect, redact_password, redacted_address
 
@@ -112,8 +113,8 @@ def redis_client(url: str, describe_failure: Callable[[], str] = lambda: "failed
 def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
     """Return the fingerprint of each tokenizer whose text Redis contains in the namespace that ``--namespace`` names.
 
-    If ``--fingerprint`` is given, only this fingerprint is returned, without a search in Redis. Raises ConfigError, and
-    the errors of redis-py.
+    If ``--fingerprint`` is given, only this fingerprint is returned, without a search in Redis. Raises ConfigError if
+    one of the two options is invalid, and the errors of redis-py.
     """
     from ssd.replication.entry import stream_key
     from ssd.retrieval.files import check_fingerprint, check_namespace
@@ -193,8 +194,8 @@ def chat_template_from_options(options: argparse.Namespace) -> str | None:
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:
     """Load the tokenizer and read the recorded requests in log files, with a progress bar.
 
-    ``class_by`` is the name of the record's field by which the report groups requests. Raises InputError, ConfigError
-    or SSDError.
+    ``class_by`` is the name of the record's field by which the report groups requests. Raises ConfigError if
+    ``--field`` is invalid, ModelError if the tokenizer cannot be loaded, and InputError if a log cannot be read.
     """
     from cache_builder.evaluation.log import read_log
     from cache_builder.inputs.sources import find_sources

@@ -71,7 +71,7 @@ _WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
 """The number of tokens up to which a forward pass is assumed to take constant time in the replay of a log.
 
-With this assumption the replay makes long drafts, which show the use of more of the cache's text.
+Under this assumption drafts are long, so the accepted drafts cover more of the cache's text.
 """
 
 _FACTOR: Final = 0x9E3779B97F4A7C15
@@ -88,7 +88,7 @@ def accepted_runs(
 
     A token sequence is represented by the hash of ``RUN_TOKENS`` consecutive tokens; there is one array of hashes for
     each accepted draft. It takes about 30 microseconds per output token, and less if drafts are accepted. Raises
-    CacheError.
+    CacheError if the cache cannot be read.
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     accepted_keys: list[Keys] = []
@@ -135,7 +135,9 @@ def count_uses(cache: OpenedCache, accepted_keys: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens kept before each used block: if a context matches there, the block's tokens are drafted."""
+"""The number of tokens that are kept before each used block. A context that matches them gets the block's tokens as its
+draft.
+"""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
@@ -147,9 +149,10 @@ LEAST_TOKENS: Final = 8
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
     """Choose the half blocks of a cache that pruning keeps: bool[2 n], two entries for each block. O(n log n).
 
-    The most used blocks are kept first, each with the half block before it as a lead-in. Blocks with equal counts are
-    chosen in stretches of a few blocks that are spread evenly over the text. For unused blocks, this served held-out
-    requests better than the newest blocks, or the blocks next to used ones.
+    The most used blocks are kept first, each with the half block before it as a lead-in. If not all blocks with the
+    same count fit, stretches of a few blocks are chosen, spread evenly over the text. In tests with requests that were
+    not counted, unused blocks chosen in this way gave better drafts than the newest unused blocks, and than the
+    neighbours of used blocks.
 
     Args:
         credits: The usage count of each block, int64[n].
@@ -195,7 +198,8 @@ def prune(directory: Path, out: Path, budget: int, accepted_keys: Iterable[Keys]
 
     ``accepted_keys``, the result of `accepted_runs`, tells which text was used. ``out`` may equal ``directory``, and is
     unchanged after an error. It takes O(tokens) time, and memory for 1/64 of the tokens and one segment of the result.
-    Raises ConfigError, CacheError or OSError.
+    Raises ConfigError if ``out`` cannot be used, CacheError if the cache cannot be read, and OSError if the result
+    cannot be written.
     """
     (cache,) = open_caches([directory])
     credits = count_uses(cache, accepted_keys)

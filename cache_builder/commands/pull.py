@@ -60,7 +60,8 @@ def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path,
     """Write the entries of a namespace's Redis stream to a cache directory, each entry once, and print a summary.
 
     The directory is unchanged after an error. It takes O(n log n) time, and memory for one segment and the ids of the
-    entries. Raises ConfigError, CacheError, OSError or RedisError.
+    entries. Raises ConfigError if the directory cannot be used, CacheError or OSError if the cache cannot be written,
+    and RedisError if Redis fails.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()

@@ -87,7 +87,8 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     If not all sequences fit into ``max_tokens``, the newest ones are written. ``max_tokens`` must equal the servers'
     ``--cache-tokens``, because every writer trims the stream to its own limit. If a cache is pushed again, its entries
     have the same ids, and servers ignore entries whose ids they remember. It takes O(tokens) time, and memory for a few
-    blocks and the longest sequence. Raises ConfigError, CacheError or StoreUnavailable.
+    blocks and the longest sequence. Raises ConfigError for an invalid argument, CacheError if the cache cannot be read,
+    and StoreUnavailable if Redis fails.
     """
     if namespace is not None:
         check_namespace(namespace)
@@ -132,9 +133,9 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
 
 
 def _first_that_fits(segments: Sequence[Segment], max_tokens: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the lengths of all sequences (int64[n]), and the index of the first of the newest sequences that fit.
+    """Return the lengths of all sequences (int64[n]), and the index of the oldest sequence to push.
 
-    The sequences from this index on have at most ``max_tokens`` tokens together.
+    The newest sequences are pushed, as many as have at most ``max_tokens`` tokens together.
     """
     lengths = np.fromiter(map(len, iter_sequences(segments)), np.int64)
     return lengths, len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
@@ -144,7 +145,8 @@ def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_T
     """Load the newest sequences of a cache directory into a running SGLang server, and print a summary.
 
     SGLang drafts from the sequences as external corpus "ssd-ID" until the server exits; ID is the id of the cache's
-    last segment. Raises CacheError, or StoreUnavailable if SGLang rejects the sequences.
+    last segment. Raises CacheError if the cache cannot be read, ConfigError if no sequence fits into ``max_tokens``,
+    and StoreUnavailable if SGLang does not answer or rejects the sequences.
     """
     (cache,) = open_caches([directory])
     lengths, first = _first_that_fits(cache.segments, max_tokens)

@@ -54,7 +54,8 @@ def read_status(url: str) -> Facts:
     """Read the state of a Redis server without writing to it, and return the object that ``--json`` prints.
 
     A value that could not be read is None or contains an "error". Ages are in seconds by the Redis server's clock.
-    "generations" counts deletions of caches. Raises ConfigError or StoreUnavailable.
+    "generations" counts deletions of caches. Raises ConfigError for an invalid URL, and StoreUnavailable if the server
+    does not answer.
     """
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]

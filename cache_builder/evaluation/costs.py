@@ -47,9 +47,9 @@ class CostCurve:
 
 
 def flat_curve(width: int) -> CostCurve:
-    """Return a cost curve that is constant up to ``width`` tokens, and above proportional to the number of tokens.
+    """Return a cost curve that is constant up to ``width`` tokens, and proportional to the number of tokens beyond.
 
-    On a GPU, a pass of few tokens mostly takes the time to read the weights.
+    Passes on a GPU are similar: a pass of few tokens mostly takes the time to read the weights.
     """
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
@@ -143,7 +143,8 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
 def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts:
     """Return the decoding costs: measured with ``--measure``, read from the file of ``--cost``, or else assumed.
 
-    Raises ConfigError or ModelError.
+    Raises ConfigError if the options contradict each other or the file is invalid, and ModelError if the measurement
+    fails.
     """
     if options.save_cost is not None and options.measure is None:
         raise ConfigError("--save-cost saves the costs that --measure MODEL measures: add --measure MODEL")
@@ -167,10 +168,10 @@ def measure_costs(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any
 
 
 def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure with a real model in a new process, because this process cannot import torch, and return the result.
+    """Measure with a real model in a new process, and return the result. Raises ModelError if the measurement fails.
 
-    ``what`` is the kind of measurement: "costs" of forward passes, or "log" to decode logged requests. ``asked`` are
-    its parameters. Raises ModelError.
+    This process cannot import torch, so it cannot run the model. ``what`` is the kind of measurement: "costs" of
+    forward passes, or "log" to decode logged requests. ``asked`` are the parameters of the measurement.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
@@ -196,7 +197,10 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """Read decoding costs from a file that ``--save-cost`` or the benchmark of passes wrote. Raises ConfigError."""
+    """Read decoding costs from a file that ``--save-cost`` or the benchmark of passes wrote.
+
+    Raises ConfigError if the file cannot be read or contains something else.
+    """
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MAX_BYTES} bytes")

@@ -53,7 +53,7 @@ class Decoder(Record):
         costs: The address of float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
         marginal_costs: The address of float64[num_marginal_costs], the cost of each further draft token, see
             `marginal_costs`.
-        rate: Tokens and costs of recent passes, from which the cost of a draft token in output tokens follows.
+        rate: Tokens and costs of recent passes, with which the cost of a draft token is converted to output tokens.
         by_source: For each of `SOURCES`, the numbers of drafts, of draft tokens and of accepted draft tokens.
         row: The output that is replayed. All further fields are scratch memory.
     """
@@ -205,8 +205,8 @@ def marginal_costs(costs: Floats) -> Floats:
     """Return the costs of each further draft token, float64[max(1, n - 1)], from the costs of passes of 1 to n tokens.
 
     The returned costs never decrease from one token to the next: they are the increments of the greatest convex curve
-    below ``costs``. In a measured curve, a steep step would end a draft even if tokens beyond the step were worth their
-    cost.
+    below ``costs``. The measured costs themselves may jump at one width. A draft would then end before the jump, even
+    if the tokens after the jump were worth their cost.
     """
     corners = [0]
     for width in range(1, len(costs)):

@@ -83,10 +83,10 @@ class Outcome:
 def replay(
     log: Log, plan: Plan, curve: CostCurve, use: CacheUse, on_output: Callable[[int], object] = lambda num_tokens: None
 ) -> Outcome:
-    """Replay a log with the server's drafter and count the decoding steps. Raises CacheError.
+    """Replay a log with the server's drafter and count the decoding steps.
 
     ``use`` selects the caches that are searched, see `Plan.baseline_uses`. After each request, ``on_output`` is called
-    with the request's number of output tokens.
+    with the request's number of output tokens. Raises CacheError if a cache directory cannot be read.
     """
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft, tree=plan.tree)
@@ -163,7 +163,7 @@ def evaluate(
     """Replay a log with and without the cache, and return the report that ``ssd-cache evaluate`` prints as JSON.
 
     ``progress`` is called with the number of output tokens replayed since its last call, see `count_replayed_tokens`.
-    Raises CacheError.
+    Raises CacheError if a cache directory cannot be read.
     """
     main, best = replay(log, plan, costs.curve, plan.cache, progress), None
     if not plan.warm:  # the text of prebuilt directories is not available
@@ -272,10 +272,10 @@ MeasuredRequest = Mapping[str, Any]
 
 
 def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
-    """Measure the speed-up with a real model: decode requests of the log with and without drafts. Raises ModelError.
+    """Measure the speed-up with a real model: decode requests of the log with and without drafts.
 
     The same outputs are also replayed, to compare the prediction with the measurement. Returns None without
-    ``--measure``.
+    ``--measure``. Raises ModelError if the measurement fails.
     """
     if options.measure is None or not options.measure_requests:
         return None

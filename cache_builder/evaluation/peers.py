@@ -40,7 +40,7 @@ class Peer:
         """Add output tokens to the request."""
 
     def finish(self) -> None:
-        """End the request; a method with a cache keeps its output."""
+        """End the request; a method with a cache adds the request's output to its cache."""
 
 
 class SuffixPeer(Peer):

@@ -29,9 +29,9 @@ _SOURCES: Final = {
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return the report's first line: the speed-up and its assumptions.
+    """Return the report's first line: the speed-up and its assumptions, or a warning.
 
-    Instead, the line says so if there were too few requests, or if drafts changed a measured output, which is a bug.
+    The line is a warning if there were too few requests, or if drafts changed a measured output, which is a bug.
     """
     measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
     if measured is None:

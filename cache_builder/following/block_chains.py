@@ -28,10 +28,10 @@ Key = tuple[Hashable, BlockHash]
 
 @dataclass(frozen=True, slots=True)
 class FollowedText:
-    """The tokens of a text that an engine has computed since the text was last yielded.
+    """The newest part of a text that an engine is computing: the tokens after the previous part of the same text.
 
     Attributes:
-        tokens: int32[n], a lead-in of tokens that were yielded before, then the new tokens.
+        tokens: int32[n], a lead-in of tokens that the previous part contained, then the new tokens.
         prompt_length: The number of tokens at the beginning of ``tokens`` that belong to the lead-in or to a prompt.
     """
 

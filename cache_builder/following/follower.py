@@ -34,8 +34,8 @@ class FollowCounts:
     """The number of calls of the function to which a `Follower` passes texts. A long text is passed in several parts.
     """
     tokens: int = 0
-    """The number of tokens in these texts. Each part of a long text repeats tokens of the part before it, and the
-    repeated tokens are counted again.
+    """The number of tokens in all texts that a `Follower` has passed to its callback. Each part of a long text
+    repeats tokens of the part before it, and the repeated tokens are counted again.
     """
     pending_tokens: int = 0
     """The number of tokens now in memory, in blocks that later blocks may continue."""
@@ -68,9 +68,8 @@ class Follower:
             topic: The topic of the publishers; all topics by default.
             replay_port: The port of the first publisher's replay endpoint.
             idle_s: The number of seconds without a new block after which a text is regarded as finished.
-            max_pending_tokens: The maximum number of tokens in memory, to which later blocks are joined.
-            lead_in_tokens: The maximum number of already passed tokens that are repeated before the new tokens of a
-                text.
+            max_pending_tokens: The maximum number of tokens in memory, in texts that later blocks may continue.
+            lead_in_tokens: The maximum number of tokens by which the parts of a long text overlap.
 
         Raises:
             ConfigError: An endpoint is invalid, or a package is missing.
@@ -84,12 +83,15 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connections, and pass the unfinished texts to the function."""
+        """Close the connections, and pass the unfinished texts to the callback ``learn``."""
         self._subscriber.close()
         self._learn_texts(self._chains.close())
 
     def run(self, until: float | None = None, on_tick: Callable[[FollowCounts], None] = lambda _: None) -> None:
-        """Receive events until ``time.monotonic()`` is ``until``, or for ever; ``on_tick`` is called twice a second."""
+        """Receive events until ``time.monotonic()`` reaches ``until``; None receives events forever.
+
+        ``on_tick`` is called with the counters twice a second.
+        """
         next_tick = time.monotonic()
         while until is None or time.monotonic() < until:
             for message in self._subscriber.receive(_TICK_S):

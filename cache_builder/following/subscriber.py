@@ -107,7 +107,7 @@ class EventSubscriber:
                 yield Message(publisher.endpoint, content)
 
     def _in_order(self, publisher: _Publisher, number: int, payload: bytes) -> Iterator[Message]:
-        """Yield a message, and before it the messages that were missed since the previous one and can be fetched again.
+        """Yield a message of a publisher, and before it the earlier messages that were missed and can be fetched again.
 
         Missed messages that the publisher's replay endpoint no longer has are counted as lost.
         """

@@ -65,7 +65,7 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
-    """Extract the prompts and answers of a record. None: the format is unknown.
+    """Return the prompts and answers in a record; None if the format of the record is unknown.
 
     Raises RequestError if the format is known but not supported.
     """

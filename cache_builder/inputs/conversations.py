@@ -45,10 +45,10 @@ _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x"
 def encode_answers(
     messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[Example | EncodedAnswer]:
-    """Tokenize every assistant message of a conversation together with its prompt. Raises RequestError.
+    """Tokenize every assistant message of a conversation together with its prompt.
 
     ``kwargs`` are the variables of the chat template. O(characters) if the template renders each message independently
-    of later ones, else O(answers * characters).
+    of later ones, else O(answers * characters). Raises RequestError if the template cannot render a prompt.
     """
     places = [n for n, each in enumerate(messages) if n and each["role"] == "assistant" and _has_output(each)]
     if len(places) > _FEW and (found := _encode_turn_by_turn(messages, places, kwargs, codec)) is not None:
@@ -131,8 +131,8 @@ def _encode_turn_by_turn(
 def chat_encoder(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
     """Return the function `TextCodec.encode_chat` with the arguments that the server uses for this chat template.
 
-    If the template ignores tools, the tools are described in words, as the server does. The server then expects tool
-    calls in the model's own format, but here they are written in the Hermes format.
+    If the template ignores tools, the prompt describes the tools in words, as in the server. Tool calls are then
+    written in the Hermes format, whereas the server expects the model's own format.
     """
     template = codec.template(with_tools="tools" in kwargs)
     in_words = template is not None and not template.takes_tools

@@ -33,7 +33,10 @@ def is_url(name: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in that file system. Raises InputError."""
+    """Return the fsspec file system of a URL and the path in that file system.
+
+    Raises InputError if the URL cannot be opened or fsspec is not installed.
+    """
     try:
         import fsspec
     except ModuleNotFoundError:
@@ -76,9 +79,10 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
 
 @contextmanager
 def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
-    """Open an input, and decompress it if its name or first bytes indicate a compression. Raises InputError.
+    """Open an input, and decompress it if its name or first bytes indicate a compression.
 
-    Memory is bounded for any compression ratio. Reading damaged or truncated data raises InputError.
+    Memory is bounded for any compression ratio. Raises InputError if the input cannot be opened. Reading damaged or
+    truncated data from the stream raises InputError too.
     """
     with open_raw(name, progress) as raw:
         begin = raw.peek(8)
@@ -152,7 +156,8 @@ class _CountingStream(_ForwardStream):
 
 
 _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
-"""Words of pyarrow's error messages for damaged compressed data, by which they are told from other errors."""
+"""Words in pyarrow's error messages for damaged compressed data, which distinguish them from messages of other errors.
+"""
 
 
 class _DecompressedStream(_ForwardStream):

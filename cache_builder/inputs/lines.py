@@ -46,7 +46,8 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
     """Yield the records of a JSON file: one per line, or the elements of an array, or objects that span several lines.
 
     If the file has one record per line, only lines that begin in the byte range ``start`` .. ``stop`` are read. Blank
-    lines are skipped. Raises InputError, and the errors of reading.
+    lines are skipped. Raises InputError for an invalid or very large array, a line that is too long, and the errors of
+    reading.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
@@ -100,7 +101,7 @@ def _skip(text: str, at: int) -> int:
 def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
     """Yield a record for each row of a CSV file. The first line contains the field names; empty cells are left out.
 
-    Raises InputError.
+    Raises InputError for a row that is not valid CSV or has more cells than the first line.
     """
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     heading = text.readline(_DOCUMENT_BYTES)
@@ -145,10 +146,11 @@ def batch_side(line: Any) -> tuple[Side, str] | None:
 
 
 def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Iterator[InputRecord]:
-    """Add to each batch response the request with the same ``custom_id``. Raises InputError.
+    """Add to each batch response the request with the same ``custom_id``.
 
     The requests are in the files ``names``; the first matching request is used. A file is only read when the files
-    before it lack a request. A response without a request is yielded unchanged.
+    before it lack a request. A response without a request is yielded unchanged. Raises InputError if a response's
+    request is not in the first 1 GiB of requests.
     """
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0

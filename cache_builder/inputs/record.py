@@ -102,7 +102,10 @@ class FieldNames:
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
-        """Parse the values of ``--field``: ``OURS=THEIRS``, or ``THEIRS`` for ``text=THEIRS``. Raises ConfigError."""
+        """Parse the values of ``--field``: ``OURS=THEIRS``, or ``THEIRS`` for ``text=THEIRS``.
+
+        Raises ConfigError if a value is invalid, or if the fields together are no supported set.
+        """
         names: dict[str, str] = {}
         for option in options:
             ours, equals, theirs = option.partition("=")

@@ -37,9 +37,10 @@ def read_sources(
 
 
 def read_part(part: Source, progress: Progress, fields: FieldNames = DEFAULT_FIELD_NAMES) -> Iterator[InputRecord]:
-    """Yield the records of a file, or of the part of a file that ``part`` describes, in order. Raises InputError.
+    """Yield the records of a file, or of the part of a file that ``part`` describes, in order.
 
-    A text file is one record, but above 4 MB it is split at line ends into several records.
+    A text file is one record, but above 4 MB it is split at line ends into several records. Raises InputError if the
+    file cannot be read or is damaged.
     """
     with input_errors(part.name):
         if part.format == "parquet":
@@ -92,7 +93,10 @@ class EncodedRecord(NamedTuple):
 
 
 def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = DEFAULT_FIELD_NAMES) -> EncodedRecord:
-    """Tokenize the texts or conversations of a log record. Raises InputError, which names the file and line."""
+    """Tokenize the texts or conversations of a log record.
+
+    Raises InputError, with the file and line in its message, if the record is invalid or its format is not supported.
+    """
     if not record.is_json:
         return EncodedRecord([codec.encode_text_example(record.text)])
     line = fields_of(record)
@@ -115,7 +119,7 @@ def encode_usable_record(
 
 
 def fields_of(record: InputRecord) -> Mapping[str, Any]:
-    """Return the fields of a JSON record or a table's row. Raises InputError."""
+    """Return the fields of a JSON record or a table's row. Raises InputError if the record is not a JSON object."""
     if record.line is not None:
         return record.line
     try:
@@ -185,7 +189,10 @@ def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
 
 
 def _example_of_ids(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
-    """Return the sequence of a log record that contains token ids instead of text."""
+    """Return the sequence in a log record whose field "token_ids" contains token ids instead of text.
+
+    Raises InputError if a token id or the record's "prompt_length" is invalid.
+    """
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):

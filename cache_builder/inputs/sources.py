@@ -75,7 +75,7 @@ def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
     """Resolve inputs (paths, patterns, directories, URLs, and "-" for standard input) to files, in the given order.
 
     Each file is returned once. In directories, only files of known formats are returned. Files of batch responses are
-    joined with the files of their requests. Raises InputError.
+    joined with the files of their requests. Raises InputError if an input does not exist or cannot be read.
     """
     found: dict[str, Source] = {}
     for name in names:

@@ -258,7 +258,7 @@ class RetrievalCache:
         return self.texts.pop(request_id, None)
 
     def store(self, texts: Iterable[RowText], num_tokens: int | None = None) -> None:
-        """Store texts that ``pop`` returned in the cache, under the same rules as ``finish``."""
+        """Add texts from ``pop`` to the cache, under the same rules as ``finish``."""
         for text in texts:
             end = self.length_to_store(text, num_tokens)
             if end > text.prompt_length:
@@ -266,7 +266,10 @@ class RetrievalCache:
                 self.num_stored += 1
 
     def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
-        """Return how many tokens of an ended text are stored: at most ``num_tokens``, none after an end of text."""
+        """Return how many tokens of an ended request are stored, counted from the beginning of the prompt.
+
+        These are the first ``num_tokens`` tokens (None: all of them), but none after the first end-of-text token.
+        """
         length = text.length if num_tokens is None else min(num_tokens, text.length)
         # Only the last step can contain tokens after an end of text, because a draft may continue after it.
         start = min(length, text.length - text.num_new)

@@ -41,8 +41,8 @@ def remember_server(_worker: Any, server_args: Any, *_args: Any, **_kwargs: Any)
 def remember_prompts(worker: Any, batch: Any) -> None:
     """Register the new requests of a batch with their whole prompts.
 
-    A hook that runs before SGLang's worker requests drafts, because the worker passes only the last tokens of a
-    request.
+    This hook runs each time before SGLang's worker asks the corpus for drafts. It is needed because the worker passes
+    only the last tokens of a request to the corpus.
     """
     corpus = worker.ngram_corpus
     if isinstance(corpus, SsdCorpus):
@@ -195,9 +195,10 @@ class SsdCorpus:
         return dict(self._corpora)
 
     def _new_tokens(self, name: str, tail: Sequence[int], total: int) -> Sequence[int]:
-        """Return the last tokens of ``tail``, as many as the request's text lacks to have ``total`` tokens.
+        """Return the last tokens of ``tail``: those by which the known text of a request grows to ``total`` tokens.
 
-        If the request is unknown, or ``tail`` is too short, the request starts again with ``tail`` as its whole text.
+        If the request is unknown, or ``tail`` is too short, the request starts again with ``tail`` as its whole text,
+        and nothing is returned.
         """
         text = self.cache.texts.get(name)
         num_new = -1 if text is None else total - text.length
@@ -215,7 +216,10 @@ class SsdCorpus:
 
 
 def _own_corpus() -> Any:
-    """Return SGLang's own corpus class. Its module is loaded again, because the plug-in has replaced the class."""
+    """Return SGLang's own corpus class.
+
+    Its module is loaded a second time, because the plug-in has replaced the class in the first copy of the module.
+    """
     spec = importlib.util.find_spec(_CORPUS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

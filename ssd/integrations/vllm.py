@@ -137,7 +137,10 @@ class SuffixProposer(VllmDrafter):
 
 
 def _append_missing(request: VllmRequest, state: Any) -> None:
-    """Append the output of steps in which vLLM did not call the proposer, read from vLLM's state of the request."""
+    """Append the output tokens that the drafter missed, because vLLM did not call it in some steps.
+
+    The tokens are read from ``state``, vLLM's state of the request; if it is None, nothing is appended.
+    """
     if state is None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]

@@ -210,7 +210,10 @@ def _module(name: str) -> Any:
 
 
 def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
-    """Load the tokenizer of vLLM's model. If it is missing, return None, or raise ModelError if text is shared."""
+    """Load the tokenizer that the settings name, by default vLLM's. Returns None if it cannot be loaded.
+
+    Raises ModelError instead if text is shared with other processes.
+    """
     from ssd.text.codec import TextCodec
     from ssd.text.load_tokenizer import HubOptions
 

@@ -43,7 +43,10 @@ class MetricsExport:
 
 @cache
 def _metrics() -> dict[str, Any]:
-    """Return the Prometheus metrics of this process by field of ``ProposerStats``; empty without prometheus_client."""
+    """Return a mapping from fields of ``ProposerStats`` to this process's Prometheus metrics.
+
+    The mapping is empty if prometheus_client is not installed.
+    """
     try:
         from prometheus_client import Counter, Gauge
     except ImportError:

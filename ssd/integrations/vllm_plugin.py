@@ -41,7 +41,10 @@ _is_registered = False
 
 
 def register() -> None:
-    """Install SSD's drafters in vLLM, in this process; further calls do nothing. The entry point of the plug-in."""
+    """Install SSD's drafters in vLLM, in this process; further calls do nothing.
+
+    vLLM calls this function, the entry point of the plug-in, in each of its processes.
+    """
     global _is_registered
     if _is_registered:
         return
@@ -105,8 +108,8 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
     """Wrap methods of a vLLM runner class so that they notify SSD's drafter. A second call for a class does nothing.
 
-    A wrapped method calls ``wrapper(drafter, original, runner, *arguments)`` if the runner's ``attribute`` is one of
-    SSD's drafters, and otherwise the original method.
+    ``attribute`` is the name of the attribute in which a runner keeps its drafter. If it is one of SSD's drafters, a
+    wrapped method calls ``wrapper(drafter, original, runner, *arguments)``, and otherwise the original method.
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 

@@ -308,7 +308,7 @@ class Speculator(VllmDrafter):
             step.event.record(self._stream)
 
     def _process_arrived(self, core: VllmCache) -> None:
-        """Append the output of each step whose copy to the host has ended to the texts of its requests."""
+        """For each step whose output has arrived on the host, append the output to the texts of the step's requests."""
         while self._pending_steps and self._pending_steps[0].has_arrived():
             step = self._pending_steps.popleft()
             missing = core.drafter.append(step.requests, step.outputs_np)
@@ -320,7 +320,7 @@ class Speculator(VllmDrafter):
             self._last_arrived = step
 
     def _drop_requests(self, core: VllmCache, requests: Sequence[VllmRequest]) -> None:
-        """Stop drafting for requests of whose output some tokens are missing, and never add their text to the cache."""
+        """Give up requests with missing output tokens: they get no more drafts, and their text is not cached."""
         missing = [name for name, request in core.texts.items() if request in requests]
         for name in missing:
             core.pop(name)
@@ -362,12 +362,14 @@ class Speculator(VllmDrafter):
         drafts: Tensor,
         probabilities: Tensor | None,
     ) -> None:
-        """Write to ``drafts`` the part of each sequence's chain after the tokens that were sampled meanwhile.
+        """Write to ``drafts``, for each sequence, the part of its chain that follows the newest sampled tokens.
 
-        When a chain is drafted, some steps still run on the device, so the chain begins with their expected tokens. If
-        other tokens are sampled, the draft starts after the last two sampled tokens, provided that they occur in the
-        chain. Else there is no draft, and ``padding`` is written. ``slots``, ``lengths`` and ``padding`` have one entry
-        per sequence. ``probabilities`` receives the acceptance probabilities of the draft tokens, unless it is None.
+        While a chain is drafted, earlier steps still run on the device. So the chain begins with the tokens that these
+        steps are expected to sample. If they sample other tokens, the draft starts after an occurrence of the last two
+        sampled tokens in the chain. If there is none, there is no draft, and ``padding`` is written.
+
+        ``slots``, ``lengths`` and ``padding`` have one entry per sequence. ``probabilities`` receives the acceptance
+        probabilities of the draft tokens, unless it is None.
         """
         longest, width = self._longest, self._width
         known, size = chains[:, :1], chains[:, 1:2]

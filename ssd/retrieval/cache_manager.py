@@ -153,7 +153,8 @@ class CacheManager:
     def add_prebuilt_directory(self, path: Path) -> None:
         """Make the text of a directory made by ``ssd-cache build`` searchable in all namespaces, which share one copy.
 
-        Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        If the directory cannot be used, CacheError is raised: SegmentCorrupt, FormatVersion, TokenizerMismatch or
+        StoreUnavailable.
         """
         segment_ids = self.get().add_prebuilt_directory(path)
         with self._attaching:
@@ -212,7 +213,7 @@ class CacheManager:
         return {each.name: each.cache.stats() for each in found if each.cache is not None}
 
     def maintain(self) -> None:
-        """In every namespace, flush the memtable and merge segments if necessary. For managers with ``inline``."""
+        """In every namespace, flush the memtable and merge segments if necessary. Only needed if ``inline`` is set."""
         for cache in self._open_caches():
             cache.maintain()
         self._attach_shared_to_all()
@@ -258,8 +259,8 @@ class CacheManager:
     def _open(self, namespace: NamespaceEntry) -> NamespaceCache:
         """Open the cache of a namespace.
 
-        If the directory cannot be used, the cache stays in memory, except that of the default namespace, for which
-        CacheError is raised. Raises _Discarded if the namespace was deleted while it was being opened.
+        If its directory cannot be used, the cache keeps its text in memory; only for the default namespace, CacheError
+        is raised instead. Raises _Discarded if the namespace was deleted while it was being opened.
         """
         with self._lock:
             if self._namespaces.get(namespace.name) is not namespace:
@@ -372,7 +373,7 @@ class CacheManager:
         return namespace, lease
 
     def _pop_least_used(self, policy: NamespacePolicy) -> list[NamespaceCache]:
-        """Remove the least recently used namespaces if there are too many; return those of their caches that are open.
+        """Remove the least recently used namespaces if there are too many; return their caches, to be closed.
 
         The limits are ``policy.max_in_group`` for the group of ``policy``, the policy of the namespace requested last,
         and ``max_namespaces`` for the manager. Leased namespaces are not removed. Namespaces that are not durable are

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 SourcePosition = Mapping[str, Any]
-"""A position in a replication log or another source of stored text, as JSON that the cache only stores and returns."""
+"""A position in a replication log or another source of stored text: a JSON object that the cache does not interpret."""
 
 
 class Checkpoint(NamedTuple):
@@ -51,9 +51,10 @@ class PendingCheckpoints:
         return len(self._pending)
 
     def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
-        """Add a replication-log position at which a restart may continue once all text before ``position`` is in files.
+        """Add ``source``, the position in a replication log that was read last.
 
-        ``position`` and ``memtable_start``, where the memtable begins, are positions in the ring buffer.
+        After a restart, the log can be read from ``source`` on if all text before ring-buffer position ``position`` is
+        in files. ``memtable_start`` is the ring-buffer position at which the memtable begins.
         """
         if self._pending and self._pending[-1][0] == position:
             self._pending.pop()
@@ -63,8 +64,8 @@ class PendingCheckpoints:
     def durable_at(self, position: int) -> Checkpoint | None:
         """Return the newest checkpoint that is valid if all text before ring-buffer position ``position`` is in files.
 
-        If ``position`` is before the memtable, because a segment could not be written, the result may be older than
-        necessary: ``set`` keeps only one of the log positions before the memtable.
+        If a segment could not be written, ``position`` is before the memtable. The result may then be older than
+        necessary, because ``set`` forgets all but the newest of the checkpoints before the memtable.
         """
         self._skip_to(position)
         if self._pending and self._pending[0][0] <= position:

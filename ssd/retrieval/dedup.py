@@ -124,7 +124,7 @@ class PromptDeduplicator:
         Args:
             block_tokens: Tokens per block; 0 disables deduplication.
             lead_in_tokens: The number of tokens before new text that are stored with it.
-            follows_others: Whether text from other replicas is also passed, to ``note_replicated``.
+            follows_others: Whether ``note_replicated`` is going to be called, with text from other replicas.
         """
         self._block_tokens = block_tokens
         self._lead_in_tokens = lead_in_tokens
@@ -143,11 +143,13 @@ class PromptDeduplicator:
     def new_pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
         """Return the part of a sequence that is not stored yet, and remember the sequence's blocks as stored.
 
-        The result is a list of one view of ``tokens``, or an empty list if nothing is new. The completion (the tokens
-        after the first ``prompt_length``) is always part of it, even if the same text is stored already, because drafts
-        are ranked by how often their text occurred. Its blocks are remembered too, because the next turn of a
-        conversation repeats them in its prompt. The caller stores the part at the ring-buffer position ``position``,
-        which never decreases.
+        The result is a list with one view of ``tokens``, or an empty list if nothing is new. The completion (the tokens
+        after the first ``prompt_length``) is always new, even if the same text is stored already, because drafts are
+        ranked by how often their text occurred. The blocks of the completion are remembered too, because the next turn
+        of a conversation repeats them in its prompt.
+
+        The caller stores the part at the ring-buffer position ``position``, which must not be smaller than in earlier
+        calls.
         """
         skipped = 0  # leading tokens of the prompt, whole blocks, that are stored already
         if self._block_tokens:

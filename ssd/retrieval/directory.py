@@ -89,8 +89,13 @@ class SegmentDirectory:
     def __init__(self, path: Path, *, fingerprint: str, namespace: str, owner: Owner | None = None) -> None:
         """Open or create a cache directory for writing, and remove segment files that the manifest does not name.
 
-        ``owner`` is written to the manifest. Raises CacheLocked, FormatVersion, TokenizerMismatch, NamespaceMismatch,
-        or OSError.
+        ``owner`` is written to the manifest.
+
+        Raises:
+            CacheLocked: Another process writes the directory.
+            FormatVersion: A newer version wrote the manifest.
+            TokenizerMismatch, NamespaceMismatch: The manifest belongs to another tokenizer or namespace.
+            OSError: The directory cannot be read or written.
         """
         self.path = path
         self.damage: CacheError | None = None
@@ -213,7 +218,7 @@ class SegmentDirectory:
         write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
     def _initialize(self) -> None:
-        """Write the first manifest of a directory. If a manifest is missing later, it was lost."""
+        """Write the first manifest of a new directory, so that a missing manifest always means that it was lost."""
         # Otherwise a power failure could lose the new directory with all files that are synced in it later.
         for parent in self.path.resolve().parents:
             with contextlib.suppress(OSError):  # a parent that cannot be read
@@ -253,7 +258,10 @@ class SegmentDirectory:
             (self.path / MANIFEST_NAME).replace(self.path / DAMAGED_NAME)
 
     def _check_manifest(self) -> None:
-        """Raise CacheError if another process has written the manifest. An older or damaged manifest is accepted."""
+        """Raise CacheError if another process has replaced the manifest that this process wrote last.
+
+        A missing, damaged or older manifest is accepted, because the next commit replaces it.
+        """
         if self._manifest_stamp() == self._stamp:
             return
         try:
@@ -422,8 +430,8 @@ class DurableSegments:
         self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.checkpoint
         self._is_outage = False
         self.gaps: Sequence[int] = ()
-        """The ring-buffer positions of unusable segment files. Segments are not merged across these positions, so that
-        there is room for a file that is restored.
+        """The ring-buffer positions of segment files that cannot be used. The segments before and after such a position
+        are not merged into one, so that the file fits between them if it is restored.
         """
         if directory.damage is not None:
             report_failure("the manifest was rebuilt from the segments", directory.damage)
@@ -458,10 +466,10 @@ class DurableSegments:
     def commit(
         self, segments: tuple[Segment, ...], next_position: int, checkpoint: Checkpoint | None, *, is_whole: bool
     ) -> None:
-        """Write a manifest that lists those of the ``segments`` that have files.
+        """Write a manifest that lists those of the ``segments`` that have files. A failure is logged and not raised.
 
-        An outage ends with this call if all ``segments`` have files and ``is_whole`` is True. Pass False while a failed
-        merge has to be retried.
+        An outage, the time since the first failed write, ends with this call if all ``segments`` have files and
+        ``is_whole`` is True. ``is_whole`` must be False while a failed merge has to be retried.
         """
         files = tuple(filter(self.has, segments))
         if (files, checkpoint) != self._committed:

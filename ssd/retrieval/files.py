@@ -53,7 +53,7 @@ _RETAINED = "-kept-"
 
 
 def new_segment_id(start: int | None, *, retained: bool = False) -> str:
-    """Return a new id for a segment. ``retained`` marks old text that is kept because outputs repeated it.
+    """Return a new id for a segment; with ``retained``, the id marks text that is kept because outputs repeated it.
 
     The id is random, so a merge that still runs after its server was replaced cannot overwrite a file of the new
     server.
@@ -120,7 +120,10 @@ class NotAFileError(OSError):
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file, or a link to a regular file, for reading. Never blocks. Raises NotAFileError and OSError."""
+    """Open a regular file, or a link to a regular file, for reading. Never blocks.
+
+    Raises NotAFileError if ``path`` is something else, such as a pipe, and OSError if the file cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -377,7 +380,10 @@ def dump_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
 
 
 def parse_checked_json(name: str, text: bytes) -> Any:
-    """Parse the output of ``dump_checked_json`` of this or an older version. Raises ValueError, KeyError, TypeError."""
+    """Parse the output of ``dump_checked_json`` of this or an older version.
+
+    Raises ValueError, KeyError or TypeError if the text is damaged or a newer version wrote it.
+    """
     outer = json.loads(text)
     content, version = outer[name], outer["format"]
     if is_whole := isinstance(content, dict) and outer["xxh3"] == _digest(content):

@@ -25,9 +25,9 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
     The size class of a segment is the logarithm of its size to the base ``merge_fanout``. A segment with a larger,
     newer neighbour is in that neighbour's class, because small segments between large ones would otherwise never be
-    merged. If at least ``merge_fanout`` neighbours are in one class, those of them are merged whose merge is the
-    cheapest, see `_cheapest_that_fits`. So each class has fewer than ``merge_fanout`` segments, except segments whose
-    sum would exceed ``max_tokens``, and a token is sorted about log(capacity / flush_tokens) times.
+    merged. If at least ``merge_fanout`` neighbours are in one class, the cheapest merge of some of them is due, see
+    `_cheapest_that_fits`. So each class has fewer than ``merge_fanout`` segments, except segments whose sum would
+    exceed ``max_tokens``, and a token is sorted about log(capacity / flush_tokens) times.
 
     ``segments`` are in order, oldest first. Segments whose ids are in ``excluded`` are not merged.
     """
@@ -90,9 +90,9 @@ class SuffixIndex:
     ``plan_merge`` and ``install_merged``, ``eviction_pass`` and ``install_retained``. Between the two calls, the owner
     sorts on another thread, without its lock.
 
-    If room is needed, the oldest segment is evicted. The parts of it that occur in a later output come back as a
-    retained segment, which is placed before all segments that are not evicted yet and is not examined again. Retained
-    segments have at most half of the capacity. If they exceed it, or if there are no other segments to evict, the
+    If room is needed, the oldest ring segment is evicted. If later outputs repeated parts of its text, these parts
+    become a retained segment, which is placed before all ring segments and is not examined for reuse again. Retained
+    segments have at most half of the capacity. If they exceed this half, or if there are no ring segments to evict, the
     oldest retained segments are dropped. So new text always has half of the capacity, and text that is never reused
     evicts only text that is not reused either.
     """
@@ -172,9 +172,9 @@ class SuffixIndex:
     def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
         """Store a sequence (prompt, then completion), which can be searched immediately; return the stored parts.
 
-        Leading blocks of the first ``prompt_length`` tokens that are stored already are skipped. Stored text that
-        occurs in the other tokens, the output, counts as reused. The oldest segments are evicted, or the oldest
-        unflushed sequences are dropped, to stay within the capacity.
+        The first ``prompt_length`` tokens are the prompt. Leading blocks of the prompt that are stored already are
+        skipped. If the completion repeats stored text, this text counts as reused. The oldest segments are evicted, or
+        the oldest unflushed sequences are dropped, to stay within the capacity.
         """
         new = self._deduplicator.new_pieces(tokens, prompt_length, self.next_position)
         self.num_skipped_tokens += len(tokens) - sum(map(len, new))
@@ -309,7 +309,10 @@ class SuffixIndex:
         self._publish_segments()
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, whose ``start`` must be None."""
+        """Set the segments of another namespace that are searched too. They replace those of an earlier call.
+
+        The ``start`` of each segment must be None.
+        """
         assert all(segment.start is None for segment in segments)
         self.shared_segments = segments
         self._publish_segments()

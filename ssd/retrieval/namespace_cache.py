@@ -83,8 +83,8 @@ class NamespaceCache:
             fingerprint: The tokenizer's fingerprint.
             directory: A directory whose segments are searched and in which new ones become files; None keeps all text
                 in memory.
-            sorter: The executor that sorts large merges; None sorts on the thread that maintains.
-            wake: Called if there is maintenance to do; None if the owner calls ``maintain``.
+            sorter: The executor that sorts large merges. If it is None, ``maintain`` sorts them itself.
+            wake: A function to call if ``maintain`` is due. None: the owner calls ``maintain`` regularly.
         """
         self.name = name
         self._config = config
@@ -108,8 +108,8 @@ class NamespaceCache:
         None without a directory, or if ``set_source`` was never called.
         """
         self.learned = LearnedState(None if self._files is None else self._files.learned)
-        """The acceptance model that drafters learned for this namespace. The copy published last is saved in the
-        directory.
+        """The acceptance model of this namespace. Drafters publish copies of what they have learned here, and the
+        newest copy is saved in the directory.
         """
         self._index = SuffixIndex(
             config,
@@ -148,8 +148,9 @@ class NamespaceCache:
     def append(self, token_ids: TokenIds, *, prompt_length: int = 0) -> None:
         """Store a finished sequence (prompt, then completion). Never raises and never waits for sorting or files.
 
-        ``token_ids`` are ids >= 0, the end-of-text token included. Leading blocks of its first ``prompt_length`` tokens
-        that are stored already are skipped. Input that cannot be stored counts as a failure.
+        ``token_ids`` are ids >= 0, the end-of-text token included, and the first ``prompt_length`` of them are the
+        prompt. Leading blocks of the prompt that are stored already are skipped. Input that cannot be stored counts as
+        a failure.
         """
         try:
             tokens = as_sequence(token_ids)
@@ -172,12 +173,12 @@ class NamespaceCache:
     def append_replicated(self, pieces: Sequence[Tokens], *, source: SourcePosition | None = None) -> None:
         """Store text from another replica unchanged, without calling the listeners. Never raises.
 
-        A later prompt that begins with such text is neither stored again nor passed to listeners, so that replicas do
-        not republish each other's text.
+        If a later prompt begins with such text, this beginning is neither stored again nor passed to listeners, so that
+        replicas do not republish each other's text.
 
-        If half of the ring buffer is unflushed, the call waits for flushing, at most a second, because a replica that
-        reads a long log must not append faster. It does not wait once the cache is being closed. So do not call it on
-        the request path, and pass some thousand tokens per call.
+        If half of the ring buffer is unflushed, the call waits at most a second for flushing, because a replica that
+        reads a long log could append text faster than it is flushed. The call does not wait if the cache is being
+        closed. Because of this wait, do not use the method on the request path, and pass some thousand tokens per call.
 
         Args:
             pieces: int32[n] each, ids >= 0, verified by the caller. They are copied.
@@ -225,15 +226,15 @@ class NamespaceCache:
         self._checkpoints.set(source, self._index.next_position, self._memtable_start)
 
     def add_listener(self, listener: Listener) -> None:
-        """Call ``listener`` with the stored parts of every later ``append``, on the thread of ``append``."""
+        """Register a function that each later ``append`` calls with the stored parts, on the calling thread."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
     def add_prebuilt_directory(self, path: Path) -> frozenset[str]:
         """Make the text of a directory made by ``ssd-cache build`` searchable; return the ids of its segments.
 
-        This text is never evicted. Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch,
-        StoreUnavailable.
+        This text is never evicted. If the directory cannot be used, CacheError is raised: SegmentCorrupt,
+        FormatVersion, TokenizerMismatch or StoreUnavailable.
         """
         segments = load_prebuilt_directory(path, fingerprint=self._fingerprint)
         with self._lock:
@@ -246,7 +247,10 @@ class NamespaceCache:
         return self._index.shared_segments
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, whose ``start`` must be None."""
+        """Set the segments of another namespace that are searched too. They replace those of an earlier call.
+
+        The ``start`` of each segment must be None.
+        """
         with self._lock:
             if not self._is_discarded:
                 self._index.attach_shared(segments)
@@ -286,8 +290,8 @@ class NamespaceCache:
 
         Args:
             flush_all: Flush the memtable whatever its size.
-            wait: Also finish merges that the sorter runs. Otherwise they are started here and installed by a later
-                call.
+            wait: Wait for merges that run on another thread. Otherwise these merges are only started, and a later call
+                installs their results.
         """
         with self._maintaining:
             if self._is_closed:
@@ -317,8 +321,8 @@ class NamespaceCache:
     def close(self) -> None:
         """Flush the memtable and close the directory. Text appended later is stored in memory only.
 
-        Does not wait for text that other threads append after the call. It sorts at most one memtable, and writes the
-        result and segments that could not be written before.
+        The call does not wait for text that other threads append meanwhile. It sorts at most one memtable, and writes
+        the new segments and the segments whose earlier writes failed.
         """
         self.begin_close()
         with self._maintaining:
@@ -361,7 +365,7 @@ class NamespaceCache:
     def _flush_memtable(self, min_tokens: int) -> None:
         """Turn the memtable's oldest text into segments while the memtable has at least ``min_tokens`` tokens.
 
-        The call ends at the latest when all text that it found is in segments.
+        Text that is appended during the call does not make the call last longer.
         """
         stop = self._index.next_position
         while True:
@@ -399,7 +403,11 @@ class NamespaceCache:
     # Merging
 
     def _merge(self, *, wait: bool) -> None:
-        """Start the merges of segments that are due; with ``wait``, wait until the sorter has finished them."""
+        """Merge small segments into larger ones until no merge is due.
+
+        The text of a large merge is sorted on another thread. With ``wait``, this call waits for the result; otherwise
+        a later call installs it.
+        """
         while not self._is_closing:
             if self._running is not None:
                 if not wait and not self._running.order.done():
@@ -434,7 +442,10 @@ class NamespaceCache:
         return {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
 
     def _install_merged(self, inputs: Sequence[Segment], tokens: Tokens, order: Tokens | None = None) -> None:
-        """Replace the segments ``inputs`` by one segment of ``tokens``, which is sorted here if ``order`` is None."""
+        """Replace the segments ``inputs`` by one segment that contains ``tokens``.
+
+        ``order`` is the suffix array of ``tokens``; if it is None, the tokens are sorted by this call.
+        """
         segment_id = new_segment_id(
             inputs[0].start, retained=all(is_retained(segment.segment_id) for segment in inputs)
         )
@@ -448,7 +459,11 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Delay the retry of a failed merge, twice as long after each failure. Without ``error``, count no failure."""
+        """Count a merge that failed with ``error``, and delay its retry, twice as long after each failure.
+
+        Without ``error``, the merge succeeded, but the file of the merged segment could not be written. The retry is
+        then delayed, and no failed merge is counted.
+        """
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
             self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2

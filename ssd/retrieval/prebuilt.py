@@ -59,9 +59,9 @@ def _require_memory(path: Path, manifest: Manifest) -> None:
 
 
 class PrebuiltWriter:
-    """Writes sequences into a cache directory as prebuilt segments. Segments that the directory has already are kept.
+    """Writes sequences into a cache directory as prebuilt segments, and keeps the segments that are already there.
 
-    The directory may be that of a server, while the server is stopped. As a context manager, the writer commits
+    The directory may be that of a server, which must be stopped meanwhile. As a context manager, the writer commits
     everything when the block ends normally, and nothing after an exception.
     """
 
@@ -75,7 +75,8 @@ class PrebuiltWriter:
     ) -> None:
         """Open a cache directory, to add segments of at most ``segment_tokens`` (>= 2) tokens each.
 
-        Raises CacheError, ConfigError, OSError.
+        Raises ConfigError for an invalid fingerprint or namespace, and CacheError or OSError if the directory cannot be
+        used.
         """
         if not 2 <= segment_tokens < 1 << 31:
             raise CacheError(f"segment_tokens must be within 2..2147483647, got {segment_tokens}")
@@ -95,7 +96,11 @@ class PrebuiltWriter:
         self._segments = list(existing)
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Add one sequence of token ids >= 0, and write a segment if it is full. Raises CacheError, OSError."""
+        """Add one sequence of token ids, and write a segment if it is full.
+
+        Raises CacheError unless all ids are integers in 0..2147483647, and CacheError or OSError if the segment cannot
+        be written.
+        """
         for piece in split_sequence(as_sequence(token_ids), self._segment_tokens - 1, _LEAD_IN_TOKENS):
             if self._num_pending + len(piece) + 1 > self._segment_tokens:
                 self._write()

@@ -36,7 +36,7 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. For one writing thread."""
+    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. Only one thread may write."""
 
     def __init__(self) -> None:
         self._spans = array("q")
@@ -123,11 +123,11 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 
 @kernel
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
-    """Mark the windows (runs of WINDOW_TOKENS tokens) of evicted text that a later output repeats.
+    """Mark the evicted windows (runs of WINDOW_TOKENS tokens) that an output in newer text repeats.
 
-    ``wanted`` are the sorted hashes of the evicted windows, and ``places`` the positions of their first occurrence.
-    ``ends`` and ``keys`` are the positions and hashes of the windows to compare with. Sets ``flags[i]`` if such a
-    window has the hash ``wanted[i]`` and lies in an output whose prompt begins after ``places[i]``.
+    ``flags[i]`` is set if an output contains a window with the hash ``wanted[i]``, and the prompt of this output begins
+    after ``places[i]``. ``wanted`` are the sorted hashes of the evicted windows, and ``places`` the positions at which
+    they first occur. ``ends`` and ``keys`` are the positions and hashes of the newer windows.
     """
     output = 0
     for i in range(len(keys)):

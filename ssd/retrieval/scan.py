@@ -19,7 +19,7 @@ _BLOCK: Final = 64  # tokens per comparison, one bit each; the loop compiles to 
 
 @kernel
 def pattern_length(context: TokenIds, max_length: int) -> int:
-    """Return how many of a context's last tokens to search for: at most ``max_length``, and no id < 0 among them."""
+    """Return the number of tokens at the end of a context to search for: at most ``max_length``, all with ids >= 0."""
     n = len(context)
     longest = min(n, max_length)
     for length in range(longest):

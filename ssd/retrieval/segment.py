@@ -138,7 +138,10 @@ def allocate_tokens(count: int) -> Tokens:
 
 
 def concatenate(segments: Sequence[Segment]) -> Tokens:
-    """Return the tokens of several segments one after the other. Raises MemoryError."""
+    """Return the tokens of several segments, one segment after the other, as one new array.
+
+    Raises MemoryError if the array does not fit in memory.
+    """
     tokens = allocate_tokens(sum(map(len, segments)))
     start = 0
     for segment in segments:
@@ -209,7 +212,10 @@ class SegmentHeader:
 
     @classmethod
     def from_bytes(cls, path: Path, header: bytes) -> Self:
-        """Parse a segment file's header; ``path`` is used in error messages. Raises SegmentCorrupt, FormatVersion."""
+        """Parse a segment file's header; ``path`` is used in error messages.
+
+        Raises SegmentCorrupt if the header is damaged, and FormatVersion if a newer version wrote it.
+        """
         if len(header) < HEADER_LENGTH:
             raise corrupt(path, f"it has {len(header)} bytes, fewer than the {HEADER_LENGTH} bytes of a header")
         unpacked = _HEADER.unpack(header[: _HEADER.size])
@@ -334,7 +340,10 @@ def _check_section(path: Path, section: str, array: npt.NDArray[Any], checksum: 
 
 
 def _check_text(path: Path, text: Bytes, num_tokens: int, width: int) -> None:
-    """Raise SegmentCorrupt if the text lacks its last separator or the zeros around it, which bound searches."""
+    """Raise SegmentCorrupt unless the text ends with a separator, has zeros around it, and contains only valid ids.
+
+    The separator and the zeros are necessary because they bound searches.
+    """
     stop = GUARD_BYTES + width * num_tokens
     if text[:GUARD_BYTES].any() or text[stop - width :].any():
         raise corrupt(path, "its text has no separator at its end, or no zeros around it")

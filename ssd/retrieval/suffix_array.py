@@ -114,12 +114,12 @@ def build_suffix_array(tokens: Tokens) -> Tokens:
 
     ``SEPARATOR`` is an ordinary symbol, the smallest one; a text that ends sorts before its continuations. The sorter
     is libdivsufsort (Y. Mori), the copy in pydivsufsort, called directly: O(n log n), about 0.12 s for 10**6 tokens of
-    32k distinct ids. It sorts bytes, so time and memory grow with the number of bytes that it takes to number the
-    distinct ids. With at most 65,536 distinct ids, the peak is 12 bytes per token, in addition to the input and its
-    copy as ranks. The sort runs without the GIL on one thread, and the code after it lets other threads run every few
-    hundred microseconds.
+    32k distinct ids. It sorts bytes, so time and memory grow with the bytes per token: one byte for at most 256
+    distinct ids, two bytes for at most 65,536, else three or four. With at most 65,536 distinct ids, the peak is 12
+    bytes per token, in addition to the input and its copy as ranks. The sort runs without the GIL on one thread, and
+    the code after it lets other threads run every few hundred microseconds.
 
-    Raises CacheError if the text is too long for the library.
+    Raises CacheError if the text is too long for the library, and MemoryError if the memory does not suffice.
     """
     n = len(tokens)
     if n == 0:
@@ -162,9 +162,9 @@ def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes
 
 
 def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
-    """Convert, in place, the suffix array of the packed bytes that the library sorted to that of the ``n`` tokens.
+    """Convert ``order``, in place, from the suffix array of the packed bytes to the suffix array of the ``n`` tokens.
 
-    The library sorts bytes, so ``order`` also contains positions between the bytes of one token. They are dropped.
+    The library has sorted bytes, so ``order`` also contains positions between the bytes of one token. They are dropped.
     The ``n`` token positions are written to the beginning of ``order``.
     """
     count = 0

@@ -76,8 +76,8 @@ def as_context(context: npt.NDArray[Any]) -> TokenIds:
 def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> int:
     """Pack the last ``length`` context tokens so that they end at address ``pattern``; return the number of bytes.
 
-    Packing stops at a token that does not fit ``width`` bytes, because no segment of that width contains it. A zero
-    word precedes the packed tokens.
+    The last token is packed first. Packing stops before a token that does not fit in ``width`` bytes, because no
+    segment of that width contains it. A zero word precedes the packed tokens.
     """
     n = len(context)
     out = uint8_array(pattern - PATTERN_BYTES, PATTERN_BYTES)
@@ -148,7 +148,7 @@ class SegmentSearch(Record):
 
 
 class RangeExpander(Record):
-    """The state in which a search in a segment looks for further matches in one direction of the suffix array.
+    """The state of finding further matches in one direction of a segment's suffix array, after the binary search.
 
     Matches of the same length have neighbouring ranks in a suffix array, so the range of ranks of the longest match is
     expanded to find shorter matches. Record 2 * i expands search i to higher ranks, and 2 * i + 1 to lower ranks.
