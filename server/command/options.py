@@ -168,8 +168,8 @@ class ServiceOptions:
     lists.
     """
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
-    """API key that requests need; can be repeated. At the start, the process list shows the key for a moment. It never
-    shows keys from $SSD_API_KEY or --api-key-file.
+    """API key that requests need; can be repeated. When the server starts, the list of processes shows the key for a
+    moment. Keys from $SSD_API_KEY or --api-key-file are never shown there.
     """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
     """File with tenants, their API keys and quotas, and the operators' keys: see docs/guides/tenants.md. The server
@@ -183,7 +183,10 @@ class ServiceOptions:
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
-        """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
+        """Return these options with the API keys and the secret from environment variables added.
+
+        Raises ConfigError if a model name is empty, or if HTTP headers cannot transmit an API key.
+        """
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty, because requests must name the model")
         keys = check_keys(self.api_keys, KEY_OPTION)
@@ -328,7 +331,10 @@ class ObserveOptions:
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
-    """Parse LoRA adapters given as ``NAME=PATH`` or as JSON objects with ``name`` and ``path``. Raises ConfigError."""
+    """Parse LoRA adapters given as ``NAME=PATH`` or as JSON objects with ``name`` and ``path``.
+
+    Raises ConfigError if a name is invalid, or is used by another adapter or by the model.
+    """
     found: dict[str, str] = {}
     for word in words:
         for name, path in _adapters(word):

@@ -67,7 +67,7 @@ class ChoiceState:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     refusal: RequestError | None = None
-    """The error that ended this choice, while other choices of the request may continue."""
+    """The error that ended this choice; None if it had no error. Other choices of the request may continue."""
     stats: RequestStats | None = None
     """The engine's statistics of this choice, which the engine keeps updating. None before the first output."""
 

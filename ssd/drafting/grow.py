@@ -53,7 +53,7 @@ _MIN_UNMATCHED: Final = 2
 
 
 class DraftInputs(NamedTuple):
-    """The data that the drafting kernel reads for a draft in addition to the row's own record.
+    """The searched texts, the cache snapshot and the acceptance model from which the kernel makes one draft.
 
     ``max_length`` and ``min_length`` are the maximum and minimum match length of a lookup.
     """

@@ -326,9 +326,10 @@ def resume_matches(
 ) -> None:
     """Continue with the text matches that the last step saved, so that this step needs no search.
 
-    The saved matches are advanced by the new tokens, and those that agree with these tokens are written to ``samples``,
-    as one match length of ``max_length`` tokens. ``samples`` gets no match length, and the caller must search, if the
-    saved matches are shorter, if the segments or the context were replaced, or if no saved match agrees.
+    The saved matches that continue with the new tokens are written to ``samples``, all with the same match length,
+    ``max_length``. If none is written, ``samples.num_levels`` is 0, and the caller must search. This happens if the
+    saved matches are shorter, if the segments or the context were replaced, or if no saved match continues with the new
+    tokens.
     """
     samples.num_levels = 0
     size, first = 0, cursor.length

@@ -164,8 +164,8 @@ def learn_top_tokens(
 ) -> None:
     """Write the target's top-k tokens at every position of a forward pass into token-recycling tables.
 
-    ``tables`` (int64[B]) is the address of the `RecyclingTable` that learns from each row, or 0. The other arguments
-    are fields of `ScoredPass`; ``parents`` is used only if ``is_tree``.
+    ``tables`` (int64[B]) holds for each row the address of the `RecyclingTable` that learns from the row; 0 for none.
+    The other arguments are fields of `ScoredPass`; ``parents`` is used only if ``is_tree``.
     """
     for b in range(len(tables)):
         if tables[b] == 0:
@@ -218,7 +218,10 @@ class NamespaceTables(Generic[T]):
         return table
 
     def get_or_create(self, learned: LearnedState) -> T | None:
-        """Return a namespace's table, created if necessary, and mark it as recently used; None if there is no room."""
+        """Return a namespace's table, created if necessary, and mark it as recently used.
+
+        Returns None if a new table would exceed MAX_TABLES and no table may be replaced yet.
+        """
         if learned not in self._tables and self._has_room():
             self._tables[learned] = self._make()
         return self.get(learned)
