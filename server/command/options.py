@@ -227,8 +227,8 @@ class EngineOptions:
     half of the free memory).
     """
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory (on a CPU: of main memory) that is in use in total after the KV cache is allocated,
-    e.g. 0.9. Without effect if --kv-cache-memory-bytes is set.
+    """Share of the device's memory (on a CPU: of main memory) that may be in use once the KV cache is allocated, e.g.
+    0.9. Memory used by the model and by other processes counts too. Without effect if --kv-cache-memory-bytes is set.
     """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
     """Order of waiting requests. fcfs: first come, first served; priority: requests with lower values of the field
@@ -237,14 +237,14 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """Keep the KV cache of finished requests, so that later requests with the same prefix reuse it."""
     batch_invariant: BatchInvariant = _ENGINE.batch_invariant
-    """Whether outputs are bit-identical with and without drafts. auto: if the normal kernels allow it; on: yes, or the
-    server does not start; off: not required.
+    """Whether outputs are bit-identical with and without drafts. auto: if the normal kernels allow it; on: always, and
+    the server does not start if this is impossible; off: not required.
     """
     enforce_eager: bool = False
     """Disable CUDA graphs, which saves memory but makes steps slower (default: a GPU uses CUDA graphs)."""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """Seed from which the server draws a seed for each request that has none, so that a run with the same requests in
-    the same order can be repeated (default: random).
+    """Seed from which the server derives the seeds of requests that set no seed. After a restart with the same --seed,
+    the same requests in the same order get the same seeds (default: random).
     """
     coupled_sampling: int = _ENGINE.coupled_streams
     """Number of sequences of random numbers that sampled requests without a seed share, so that answers recur and can
@@ -287,7 +287,8 @@ class CacheOptions:
     cache_tokens: int = _INDEX.capacity_tokens
     """Capacity of the retrieval cache in tokens, e.g. 16M."""
     rebuild_interval: float = _INDEX.rebuild_interval_s
-    """Interval in seconds at which new text is moved into a segment. After a crash, text that is in no segment is lost.
+    """Interval in seconds at which new text is written to the cache directory as an indexed segment. After a crash,
+    text that was not written yet is lost.
     """
     cache_dir: Path | None = None
     """Directory in which the cache is stored (default: none, so the cache is lost when the process ends)."""

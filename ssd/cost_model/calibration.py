@@ -146,9 +146,10 @@ _COMPILED_S = 1.0
 class DraftBackoff:
     """Decides how often to draft for requests whose drafts are not accepted, so that the attempts stay cheap.
 
-    Requests with useful drafts get a draft in every step. Requests without one in BACKOFF_AFTER steps in a row get a
-    draft only in every second, third, ... step, all in the same step because a call of the drafter has a fixed cost.
-    The interval grows with the time of all lookups, relative to a forward pass, so it is long only for large batches.
+    A request with useful drafts gets a draft in every step. After BACKOFF_AFTER steps in a row without a useful draft,
+    it gets a draft only in every second, third, ... step. All such requests get their drafts in the same step, because
+    a call of the drafter has a fixed cost. The interval grows with the time of all lookups, relative to a forward pass,
+    so it is long only for large batches.
 
     In the same way, drafters learn from every pass that verified a draft, but only now and then from other passes.
     """

@@ -63,7 +63,7 @@ class MatchSamples(Record):
 class ScanHits(Record):
     """The matches found by the scan of one text: their positions and lengths, and the number of each length.
 
-    A position is that of the token after the match.
+    The position of a match is the position of the token after it.
     """
 
     positions: Annotated[Int64s, np.int64, MAX_SCAN_HITS]

@@ -161,9 +161,9 @@ class HybridDrafter:
     To compare gain and cost, drafting time is converted to output tokens, at the throughput that the request has
     without costly drafters. The average throughput would be too high, because costly drafters mostly help requests for
     which the primary drafter finds little. A drafter must also read a request's context once, before its first draft
-    for the request. It does so only when the gains that the request has missed without it reach this cost, which is
-    converted at the throughput of recent steps (Dinkelbach 1967). As the output's length is unknown, this rule costs at
-    most twice the optimum (the ski rental problem, Karlin et al. 1988).
+    for the request. It does so only when the gains that the request has missed without the drafter reach the cost of
+    reading. This cost is converted to tokens at the throughput of recent steps (Dinkelbach 1967). As the output's
+    length is unknown, this rule costs at most twice the optimum (the ski rental problem, Karlin et al. 1988).
 
     A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. One
     thread owns the hybrid drafter.

@@ -263,9 +263,9 @@ def sample_matches(
 ) -> None:
     """Find and sample earlier occurrences of the last tokens of a context, in the context and in the retrieval cache.
 
-    Match lengths are tried from long to short. The first is the length of the longest match, and each further one is
-    half of the one before. The longest match in the context and the longest match in the cache are both tried. The
-    lookup stops after MAX_LEVELS lengths, or once ENOUGH_SUPPORT occurrences are found.
+    Match lengths are tried from long to short. The first is the length of the longest match, and each further length is
+    half of the length before it. The longest match in the context and the longest match in the cache are both tried.
+    The lookup stops after MAX_LEVELS lengths, or once ENOUGH_SUPPORT occurrences are found.
 
     For all lengths together, up to MAX_SCANNED_SAMPLES samples come from the context, and up to as many from the
     memtable; the most recent occurrences of each length are sampled. About MAX_SEGMENT_SAMPLES samples come from

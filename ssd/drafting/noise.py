@@ -248,7 +248,7 @@ def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
 class SequenceNoise:
     """The Gumbel noise with which the tokens of one sequence are sampled. Create it with `seeded` or `coupled`.
 
-    ``address`` is that of its `NoiseRecord`, for numba kernels.
+    ``address`` is the memory address of the `NoiseRecord` for numba kernels.
     """
 
     def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:

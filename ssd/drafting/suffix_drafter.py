@@ -155,9 +155,9 @@ class SuffixDrafter:
     The last tokens of the context are looked up in the context itself, in the cache's recent text and in its segments,
     at up to ``max_match_length`` tokens and at a few shorter lengths. The tokens that follow the matches are
     candidates, and the acceptance model estimates each candidate's acceptance probability. The most probable candidate
-    is added to the draft, which continues with the matches that agree. It ends when the probability that all of it is
-    accepted falls below the cost of one more token. This length maximizes the expected accepted tokens minus the cost.
-    A tree is grown in the same way, best first, from all candidates.
+    is added to the draft, and the next candidates come from the matches that agree with it. The draft ends when the
+    probability that all of it is accepted falls below the cost of one more token. This length of the draft maximizes
+    the expected accepted tokens minus the cost. A tree is grown in the same way, best first, from all candidates.
 
     Further candidates are the client's predicted output, the tokens that other drafters propose, the target's earlier
     top-k tokens (token recycling), tokens that the target sampled after a rejected token (lookahead), and tokens

@@ -241,7 +241,7 @@ class PrebuiltKernel:
         return IndexDataCacheFile(str(PREBUILT), self._name, self._stamp)
 
     def load(self, signature: Any, target: Any) -> Any:
-        """Return the prebuilt machine code for ``signature``; None if there is none that can be used."""
+        """Return the prebuilt machine code for ``signature``; None if this process has no usable code for it."""
         baseline = _baseline()
         if baseline is None:
             return None
@@ -285,7 +285,7 @@ class KernelCache:
                 _warn_once("cannot be stored", error)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return the machine code stored for ``signature``; None if there is none that can be used."""
+        """Return the machine code stored for ``signature``; None if no usable code is stored."""
         found = None if self._prebuilt is None else self._prebuilt.load(signature, target)
         _counts["prebuilt"] += found is not None
         if found is None and self._cached is not None:
