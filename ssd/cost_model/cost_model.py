@@ -108,7 +108,10 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """The number of passes since promising drafts began to be withheld for their cost; 0 if none is withheld."""
+        """The number of forward passes since promising drafts began to be left out because of their cost.
+
+        It is 0 if no promising draft is left out now.
+        """
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:

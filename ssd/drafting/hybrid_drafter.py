@@ -58,7 +58,7 @@ tokens.
 """
 
 _EXPECTATION_WEIGHT: Final = 0.6
-"""The weight of the draft's own estimate when predicting how many tokens a request's next steps accept.
+"""The weight of a draft's own estimate in the predicted number of tokens that the next steps of its request accept.
 
 The rest of the weight belongs to the number of tokens accepted in recent steps.
 """

@@ -81,7 +81,7 @@ def mix64(z: UInt) -> UInt:
 
 @inlined
 def key_at(request: UInt, place: UInt) -> UInt:
-    """Return the Gumbel noise key of one position of a sequence, which differs from the keys of its other positions.
+    """Return the Gumbel noise key of one position of a sequence. Each position of the sequence has its own key.
 
     ``request`` is the sequence's `request_key`, and ``place`` the position or, for shared noise, a `coupled_place`.
     """

@@ -132,7 +132,10 @@ def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
 
 @cache
 def _imports_of(path: Path, package: Path) -> frozenset[Path]:
-    """Return the files of ``package`` that a source file imports by absolute names; a package means all its files."""
+    """Return the files of ``package`` that a source file imports by absolute names.
+
+    If the source file imports a package, all files of this package are returned.
+    """
     names: set[str] = set()
     for module, members, modules in _IMPORT.findall(_text_of(path)):
         if module:
