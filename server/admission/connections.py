@@ -214,7 +214,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.message_event.set()
 
     def _finish(self) -> None:
-        """Close the connection after a response; if the body is incomplete, discard more of it for a second first."""
+        """Close the connection after a response. If the body is incomplete, discard its rest for a second first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
             return

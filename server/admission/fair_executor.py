@@ -51,7 +51,10 @@ class FairExecutor:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``call`` on a thread of the pool and return its result. Raises QueueFull."""
+        """Run ``call`` on a thread of the pool and return its result.
+
+        Raises QueueFull if too many calls of the tenant are waiting or running.
+        """
         return await self.run_with_cost(self._unit, partial(call, *args, **kwargs))
 
     async def run_with_cost(self, cost: int, call: Callable[[], T]) -> T:

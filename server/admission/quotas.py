@@ -47,13 +47,19 @@ class SharedBudget:
         return self._used.total()
 
     def reserve(self, amount: int = 0) -> Reservation:
-        """Reserve ``amount`` units for the current HTTP request. Raises QueueFull."""
+        """Reserve ``amount`` units for the current HTTP request.
+
+        Raises QueueFull if the tenant may not hold so many units.
+        """
         reservation = Reservation(self, current_record().tenant)
         reservation.grow(amount)
         return reservation
 
     def acquire(self, tenant: str | None, amount: int, held: int) -> None:
-        """Take ``amount`` units for a request that already has ``held`` units. Raises QueueFull."""
+        """Take ``amount`` more units for a request that already has ``held`` units.
+
+        Raises QueueFull if the request's tenant would then hold more units than `SharedBudget` allows.
+        """
         with self._lock:
             own = self._used[tenant]
             room = self._limit - (self._used.total() - own)
@@ -97,7 +103,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self.amount += amount
 
     def charge(self, account: Account, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
-        """Acquire quota for the choices and prompt tokens of the request. Raises RequestError or ApiError."""
+        """Acquire quota for the choices and prompt tokens of the request. Raises the errors of `Account.acquire`."""
         account.acquire(num_choices, num_prompt_tokens, num_slots)
         self._account, self._num_choices, self._num_prompt_tokens = account, num_choices, num_prompt_tokens
 
@@ -247,7 +253,12 @@ class Account:
                 raise self._make_rejection("queue", message, _QUEUE_RETRY_S)
 
     def acquire(self, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
-        """Take quota for the choices and prompt tokens of a request. Raises RequestError or ApiError."""
+        """Take quota for the choices and prompt tokens of a request.
+
+        Raises:
+            RequestError: If the request alone exceeds a quota, so that it can never be accepted.
+            ApiError: With status 429, if the quota is used up now, so that the client should retry later.
+        """
         with self._lock:
             self.check_quota(num_choices, num_slots)
             most = self._tokens.per_minute

@@ -56,7 +56,10 @@ class NamespaceNames:
         return "s" + self._digest("salt", namespace, salt)
 
     def counter(self, base: str, seed: str) -> str:
-        """Return the name of the counter for deletions of a tenant's cache. Each model (``base``) has its own cache."""
+        """Return the name under which the deletion count of a tenant's cache is stored.
+
+        ``base`` is the namespace of the model, because a tenant has a cache for each model.
+        """
         return self._digest("counter", base, seed)
 
     def owner(self, seed: str) -> Owner:
@@ -106,7 +109,10 @@ class Generations:
         return self._numbers.get(name, 0)
 
     def increment(self, name: str) -> tuple[int, bool]:
-        """Increment a cache's deletion count. Returns the count, and whether replicas received it. Raises OSError."""
+        """Increment the deletion count of a cache, and return the new count and whether replicas received it.
+
+        Raises OSError if the count cannot be written to the file.
+        """
         with self._counting:
             number, is_notified = self.get(name) + 1, self._shared is None
             if self._shared is not None:
@@ -119,7 +125,10 @@ class Generations:
             return number, is_notified
 
     def restore(self, name: str, number: int) -> None:
-        """Set a lost deletion count to ``number``, which a cache directory's name has revealed. Raises OSError."""
+        """Set the lost deletion count of a cache to ``number``, the count found in the name of the cache's directory.
+
+        Raises OSError if the count cannot be written to the file.
+        """
         with self._counting:
             self._set({name: number})
 
@@ -217,8 +226,9 @@ _RETIRED_S: Final = 60.0
 """For this many seconds after a cache's deletion, text that running requests still add to it is deleted too."""
 _MAX_RETIRED: Final = 1024
 _NEAR: Final = 256
-"""An unknown cache directory may belong to a tenant whose deletion count was lost. So its name is compared with the
-names for all deletion counts from ``_NEAR`` below the known count to ``_NEAR - 1`` above it.
+"""The number of deletion counts below and above the known count that are tried to find the owner of a cache directory.
+
+A directory's name depends on the deletion count. If the file with the counts was lost, the known count is wrong.
 """
 
 
@@ -363,7 +373,11 @@ class Tenants:
             }
 
     def delete_cache(self, name: str) -> dict[str, Any]:
-        """Delete a tenant's cache, immediately on this server and within seconds on its replicas. Raises ApiError."""
+        """Delete a tenant's cache, immediately on this server and within seconds on its replicas.
+
+        Raises ApiError if there is no such tenant (404), if the tenant has no cache of its own (409), or if text of the
+        tenant could not be deleted (500).
+        """
         account = self._accounts.get(name)
         if account is None:
             raise ApiError(404, f"there is no tenant {quote_value(name)}", code="tenant_not_found")
@@ -401,7 +415,7 @@ class Tenants:
         """Recover lost deletion counts from the names of cache directories, and remove directories of deleted caches.
 
         Returns the cache directories that belong to no known tenant or were created with another secret.
-        O(directories). Raises OSError.
+        O(directories). Raises OSError if the cache directory cannot be read or a recovered count cannot be written.
         """
         unknown = self._unknown_directories()
         owners = set(unknown.values())
@@ -455,9 +469,9 @@ class Tenants:
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
-        """Delete here the caches that another replica has deleted.
+        """Delete from this server every cache whose deletion was requested on another replica.
 
-        Also delete the text that requests still running have added to a cache since its deletion.
+        Requests that were running when a cache was deleted may still add text to it, so this text is deleted too.
         """
         counted = {
             self._names.counter(base, account.tenant.seed): (account.tenant, base)

@@ -130,7 +130,10 @@ NO_FILE: Final = RulesFile(Tenant(name="defaults", seed="", digests=frozenset())
 
 
 def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
-    """Read a file or pipe with secrets, and warn if other users of the machine can read it. Raises ConfigError."""
+    """Return the content of a file or pipe with secrets, and warn if other users of the machine can read the file.
+
+    Raises ConfigError if it cannot be read or is too long. The message names the command line ``option``.
+    """
     try:
         with opened(path) as file:
             content, mode = file.read(_MAX_BYTES + 1), os.fstat(file.fileno()).st_mode
@@ -154,7 +157,10 @@ def check_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """Read API keys from a file with one key per line, and warn if other users can read it. Raises ConfigError."""
+    """Read API keys from a file with one key per line, and warn if other users can read the file.
+
+    Raises ConfigError if the file cannot be read, contains no key, or contains a key that HTTP headers cannot transmit.
+    """
     content = read_private(path, KEY_FILE_OPTION)
     try:
         lines = [line.strip() for line in content.decode().splitlines()]
@@ -171,7 +177,10 @@ def read_rules(path: Path) -> RulesFile:
 
 
 def parse_rules(content: bytes, source: str) -> RulesFile:
-    """Parse the bytes of a tenants file. ``source`` names the file in error messages. Raises ConfigError."""
+    """Parse the bytes of a tenants file. ``source`` names the file in error messages.
+
+    Raises ConfigError if the file is not valid TOML, has an invalid value, or gives one API key to two tenants.
+    """
     try:
         file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:

@@ -62,8 +62,8 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
     """Return the secret stored in the cache directory, and create it if missing.
 
-    Without a cache directory, or if the secret cannot be stored, it is random and valid only until the next restart.
-    Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
+    Without a cache directory, or if the secret cannot be stored, the secret is random and valid only until the next
+    restart. Raises ConfigError if the stored secret is damaged, or if it is missing although tenants' caches exist.
     """
     if cache_directory is None:
         return secrets.token_bytes(32)
@@ -118,10 +118,12 @@ def open_tenants(
     cache_directory: Path | None = None,
     counters: RedisCounters | None = None,
 ) -> Tenants:
-    """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
+    """Create the tenants from API keys and the tenants file at ``path``.
 
-    ``keys`` are API keys that stay valid until the server stops. ``read_keys`` returns the API keys in the key file,
-    now and at each reload. ``counters`` exchange deletion counts of caches between replicas.
+    ``keys`` are API keys that stay valid until the server stops. ``read_keys`` returns the API keys in the key file. It
+    is called now and at each reload. ``counters`` exchange deletion counts of caches between replicas.
+
+    Raises ConfigError if a file is invalid, or if two tenants have the same key or name.
     """
     names = NamespaceNames(secret)
 

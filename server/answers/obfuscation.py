@@ -115,10 +115,11 @@ class TickClock:
 
 
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
-    """Wait until all choices of a response that is not streamed have ended, and then for a certain tick of the clock.
+    """Wait until all choices of a response that is not streamed have ended, and then for a tick of the clock.
 
-    This is the first tick at which an obfuscated stream of the same length could end, or the next tick if that tick has
-    passed. So the response time reveals little about how many draft tokens were accepted.
+    The tick is the one at which an obfuscated stream of the same length would end if it sent one chunk per tick. If the
+    output was generated more slowly, it is the next tick. So the response time reveals little about how many draft
+    tokens were accepted.
     """
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)

@@ -125,7 +125,10 @@ class Answers:
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
-        """Return the complete response after all choices have ended. Raises ClientDisconnected."""
+        """Return the complete response after all choices have ended.
+
+        Raises ClientDisconnected if the client disconnects before.
+        """
         is_even, generation = self._settings.obfuscation == "always", answer.generation
         size = self._settings.obfuscation_tokens
         finish = finish_at_tick(generation, self._pace(), size) if is_even else generation.finish()

@@ -127,8 +127,9 @@ class LogprobsWriter:
     ) -> dict[str, Any]:
         """Return the field ``logprobs`` of /v1/completions for tokens whose text is ``text``.
 
-        ``first`` is the first token of a repeated prompt, which has no log-probability. ``written`` counts the text
-        that was sent before, and is updated. ``cut`` replaces the text of the last token if a stop string cut it.
+        ``first`` is the first token of a repeated prompt, which has no log-probability. ``written`` is the text that
+        was sent before; these tokens are added to it. ``cut`` replaces the text of the last token if a stop string cut
+        this text.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]

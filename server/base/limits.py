@@ -35,12 +35,13 @@ class Limits:
     body has no time limit.
     """
     max_bodies_bytes: _Fixed[int] = 128 << 20
-    """The maximum total size of request bodies above 64 KiB that are being received or parsed. If a tenant has several
-    such bodies, they may use at most half of the bytes that other tenants do not use.
+    """The maximum total size of request bodies above 64 KiB that are being received or parsed. Several such bodies of
+    one tenant may together have at most half of the size that remains after subtracting the bodies of other tenants.
     """
     max_answers_bytes: _Fixed[int] = 1 << 30
-    """The maximum total size of complete responses above 256 KiB that clients have not read yet. If a tenant has
-    several such responses, they may use at most half of the bytes that other tenants do not use.
+    """The maximum total size of complete responses above 256 KiB that clients have not read yet. Several such responses
+    of one tenant may together have at most half of the size that remains after subtracting the responses of other
+    tenants.
     """
     max_choices: int = 1024
     """Maximum number of choices of a request, which is the number of prompts times `n`."""
@@ -48,7 +49,8 @@ class Limits:
     """Maximum number of tokens in all prompts of a request together. It is never less than the context length."""
     max_queued_tokens: int = 1 << 23
     """Maximum number of prompt and prediction tokens of all waiting and running requests together, counted once per
-    choice. A tenant may use half of the tokens that other tenants leave unused.
+    choice. The requests of one tenant may together have at most half of the tokens that remain after subtracting those
+    of other tenants.
     """
     max_grammar_characters: int = 1 << 16
     """Maximum number of characters of a grammar, a JSON schema or a list of choices that constrains the output."""
@@ -66,7 +68,9 @@ class Limits:
     max_send_seconds: float = 30.0
     """Time in seconds after which the server disconnects a client that does not read its response."""
     min_bytes_per_second: _Fixed[int] = 8192
-    """A client that sends a body, or reads a response, at this rate or faster never times out."""
+    """The minimum rate in bytes per second at which clients must send bodies and read responses. A client that keeps
+    this rate never times out.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,8 +81,8 @@ class Limits:
 class LeakyBucket:
     """A deadline (``until``) by which a slow client is disconnected.
 
-    Each transferred byte postpones the deadline by the time that it takes at ``bytes_per_s``, but at most to
-    ``seconds`` from now. So a client that keeps this rate is never disconnected.
+    Each transferred byte postpones the deadline by 1 / ``bytes_per_s`` seconds, but never to later than ``seconds``
+    from now. So a client that keeps this rate is never disconnected.
     """
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:

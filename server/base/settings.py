@@ -32,18 +32,18 @@ class RequestOptions:
     """Options for requests: shared caches, unknown fields and special tokens."""
 
     share_cache_across_keys: bool = False
-    """Use one retrieval cache for all API keys. Each tenant can then find out by timing what text others generated. By
-    default, each tenant has its own cache.
+    """Use one retrieval cache for all API keys. Tenants can then measure response times to find out which text other
+    tenants generated. By default, each tenant has its own cache.
     """
     share_prefix_cache: bool = False
-    """Use one prefix cache for all API keys. Each tenant can then find out by timing what prompts others sent. By
-    default, each tenant has its own prefix cache.
+    """Use one prefix cache for all API keys. Tenants can then measure response times to find out which prompts other
+    tenants sent. By default, each tenant has its own prefix cache.
     """
     ignore_unknown_fields: bool = False
     """Ignore unknown fields of requests. By default a request with an unknown field is rejected with 400."""
     allow_special_tokens: bool = False
-    """Encode text of a message that spells a special token as this token. By default it is encoded as ordinary text,
-    so that users cannot inject control tokens.
+    """If a message contains the text of a special token, encode this text as the special token. By default it is
+    encoded as ordinary text, so that users cannot inject control tokens.
     """
 
 
@@ -76,8 +76,8 @@ class CorsOptions:
     allowed_headers: _Names = ("*",)
     """HTTP headers that pages of allowed origins may send."""
     allow_credentials: bool = False
-    """Let pages of allowed origins send cookies to a proxy in front of the server, which itself does not read cookies.
-    Not possible with origin *.
+    """Let browsers send cookies with requests from pages of allowed origins, for a proxy in front of the server. The
+    server itself does not read cookies. Not possible with origin *.
     """
     allowed_hosts: _Names = ()
     """Host names that requests to a server without API keys may have in the Host header, as a JSON list or separated by

@@ -218,7 +218,10 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
 
 
 def read_template(text: str) -> str:
-    """Return a chat template: the content of the file ``text``, or ``text`` itself. Raises ConfigError."""
+    """Return a chat template: the content of the file ``text``, or ``text`` itself if it looks like a template.
+
+    Raises ConfigError if the file cannot be read.
+    """
     if any(mark in text for mark in ("{{", "{%", "\n")):
         return text
     try:

@@ -40,7 +40,10 @@ _ADVICE = "give a Hugging Face model directory, or the id of a model, which is O
 
 
 def find_config(model: str, hub: HubOptions) -> Path:
-    """Return the path of a model's config.json. It is downloaded from the hub if needed. Raises ModelError."""
+    """Return the path of a model's config.json, which is downloaded from the hub if needed.
+
+    Raises ModelError if the model has no such file, or if the download fails.
+    """
     directory = Path(model)
     if directory.is_dir():
         path = directory / "config.json"

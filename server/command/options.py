@@ -168,8 +168,8 @@ class ServiceOptions:
     lists.
     """
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
-    """API key that requests need; can be repeated. At the start, the process list shows the key for a moment. It never
-    shows keys from $SSD_API_KEY or --api-key-file.
+    """API key that requests need; can be repeated. When the server starts, the list of processes shows the key for a
+    moment. Keys from $SSD_API_KEY or --api-key-file are never shown there.
     """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
     """File with tenants, their API keys and quotas, and the operators' keys: see docs/guides/tenants.md. The server
@@ -183,7 +183,10 @@ class ServiceOptions:
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
-        """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
+        """Return these options with the API keys and the secret from environment variables added.
+
+        Raises ConfigError if a model name is empty, or if HTTP headers cannot transmit an API key.
+        """
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty, because requests must name the model")
         keys = check_keys(self.api_keys, KEY_OPTION)
@@ -224,8 +227,8 @@ class EngineOptions:
     half of the free memory).
     """
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory (on a CPU: of main memory) that is in use in total after the KV cache is allocated,
-    e.g. 0.9. Without effect if --kv-cache-memory-bytes is set.
+    """Share of the device's memory (on a CPU: of main memory) that may be in use once the KV cache is allocated, e.g.
+    0.9. Memory used by the model and by other processes counts too. Without effect if --kv-cache-memory-bytes is set.
     """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
     """Order of waiting requests. fcfs: first come, first served; priority: requests with lower values of the field
@@ -234,14 +237,14 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """Keep the KV cache of finished requests, so that later requests with the same prefix reuse it."""
     batch_invariant: BatchInvariant = _ENGINE.batch_invariant
-    """Whether outputs are bit-identical with and without drafts. auto: if the normal kernels allow it; on: yes, or the
-    server does not start; off: not required.
+    """Whether outputs are bit-identical with and without drafts. auto: if the normal kernels allow it; on: always, and
+    the server does not start if this is impossible; off: not required.
     """
     enforce_eager: bool = False
     """Disable CUDA graphs, which saves memory but makes steps slower (default: a GPU uses CUDA graphs)."""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """Seed from which the server draws a seed for each request that has none, so that a run with the same requests in
-    the same order can be repeated (default: random).
+    """Seed from which the server derives the seeds of requests that set no seed. After a restart with the same --seed,
+    the same requests in the same order get the same seeds (default: random).
     """
     coupled_sampling: int = _ENGINE.coupled_streams
     """Number of sequences of random numbers that sampled requests without a seed share, so that answers recur and can
@@ -284,7 +287,8 @@ class CacheOptions:
     cache_tokens: int = _INDEX.capacity_tokens
     """Capacity of the retrieval cache in tokens, e.g. 16M."""
     rebuild_interval: float = _INDEX.rebuild_interval_s
-    """Interval in seconds at which new text is moved into a segment. After a crash, text that is in no segment is lost.
+    """Interval in seconds at which new text is written to the cache directory as an indexed segment. After a crash,
+    text that was not written yet is lost.
     """
     cache_dir: Path | None = None
     """Directory in which the cache is stored (default: none, so the cache is lost when the process ends)."""
@@ -328,7 +332,10 @@ class ObserveOptions:
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
-    """Parse LoRA adapters given as ``NAME=PATH`` or as JSON objects with ``name`` and ``path``. Raises ConfigError."""
+    """Parse LoRA adapters given as ``NAME=PATH`` or as JSON objects with ``name`` and ``path``.
+
+    Raises ConfigError if a name is invalid, or is used by another adapter or by the model.
+    """
     found: dict[str, str] = {}
     for word in words:
         for name, path in _adapters(word):

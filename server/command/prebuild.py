@@ -12,7 +12,11 @@ from ssd.jit.code_cache import PREBUILT, kernel_counts, prebuild
 
 
 def main() -> None:
-    """Compile all kernels in advance by running the bundled model, with and without draft head, and vLLM's drafter."""
+    """Compile all kernels in advance and store their machine code in the package.
+
+    The kernels of the server are compiled by running the bundled model, with and without its draft head. Those of the
+    vLLM integration are compiled by running its drafter.
+    """
     if not prebuild():
         print("no kernels are prebuilt on this processor: each machine compiles them at its first start")
         return

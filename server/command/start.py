@@ -132,7 +132,10 @@ class EngineLoader:
         self.noise: NoiseSecret | None = None
 
     def __call__(self, resources: ExitStack) -> Engine:
-        """Load the engine, and register in ``resources`` everything that must be closed later. Raises SSDError."""
+        """Load the engine, and register in ``resources`` everything that must be closed later.
+
+        Raises SSDError if the tokenizer, the cache or the model cannot be loaded.
+        """
         from transformers.utils import logging as transformers_logging
 
         from ssd.text.codec import TextCodec

@@ -70,8 +70,10 @@ class Service:
     async def read(self, request: Request, parse: Callable[..., B]) -> B:
         """Count a request against its tenant's quota, then receive and parse its body.
 
-        ``parse`` validates the decoded JSON, e.g. ``CompletionBody.parse``. Raises RequestError, ApiError, QueueFull,
-        ServerNotReady or EngineFailed.
+        ``parse`` validates the decoded JSON, e.g. ``CompletionBody.parse``.
+
+        Raises ServerNotReady or EngineFailed if there is no running engine, ApiError if the quota is used up, and the
+        errors of `BodyReader.read`, e.g. RequestError for an invalid body.
         """
         learns = allows_caching(request.headers)
         context = self.worker.engine.max_model_len  # raises before the body is read if there is no engine

@@ -76,7 +76,7 @@ class QueuedLogHandler(QueueHandler):
         self._thread.start()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop errors of too many open files if one was logged in the last second: every new connection causes one."""
+        """Drop a "too many open files" error if one was logged in the last second: each new connection causes one."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if record.created < self._no_files_s + 1:

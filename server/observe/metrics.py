@@ -137,7 +137,9 @@ NamespaceStats = Callable[[], Mapping[str, Any]]
 
 LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
-"""Reasons for rejected requests that are exported as 0 from the start, so that Prometheus sees the first increase."""
+"""Reasons for rejecting requests. Their counters are exported as 0 before the first rejection, because Prometheus would
+not see the first increase of a counter that did not exist.
+"""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Maps the engine's finish reasons to the finish reasons in vLLM's metrics."""
 

@@ -94,9 +94,10 @@ class AnswerPlan:
 def plan_answer(
     body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
 ) -> AnswerPlan:
-    """Return how the output for a chat request is constrained and parsed. Raises RequestError.
+    """Return how the output for a chat request is constrained and parsed.
 
-    ``form`` is the format of the model's messages, and ``prompt`` the tokenized conversation.
+    ``form`` is the format of the model's messages, and ``prompt`` the tokenized conversation. Raises RequestError if
+    the request has tools, but the model's tool calls cannot be parsed, or if no grammar can enforce a schema.
     """
     use, asked = body.tool_use(), body.structured_output()
     if use is not None and not form.allows_several_calls:
@@ -210,7 +211,11 @@ class ChatPreparer:
         self._texts, self._lanes, self._settings = texts, lanes, settings
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[tuple[int, ...], AnswerPlan]:
-        """Return the token ids of a conversation, and how the output is constrained and parsed. Raises RequestError."""
+        """Return the token ids of a conversation, and how the output is constrained and parsed.
+
+        Raises RequestError if the conversation cannot be tokenized, or if its tools or output constraints cannot be
+        used.
+        """
         body, form = self._adapt_to_template(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()

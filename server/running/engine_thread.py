@@ -115,7 +115,11 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """The engine, to which a request can be submitted. Raises ServerNotReady or EngineFailed."""
+        """The engine, to which a request can be submitted.
+
+        Raises ServerNotReady while the model is being loaded or the server shuts down, and EngineFailed if the engine
+        failed.
+        """
         if self.state is WorkerState.LOADING:
             raise ServerNotReady("the model is being loaded: try again in a moment")
         if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):

@@ -67,7 +67,7 @@ class ChoiceState:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     refusal: RequestError | None = None
-    """The error that ended this choice, while other choices of the request may continue."""
+    """The error that ended this choice; None if it had no error. Other choices of the request may continue."""
     stats: RequestStats | None = None
     """The engine's statistics of this choice, which the engine keeps updating. None before the first output."""
 
@@ -199,9 +199,9 @@ class Generation:
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """Yield (choice index, output) until all choices have ended, and None after ``wait_s`` seconds without output.
+        """Yield each new output with the index of its choice, until all choices have ended.
 
-        Raises the error of a choice that failed.
+        Yields None after ``wait_s`` seconds without output. Raises the error of a choice that failed.
         """
         num_at_once = 0
         while self._running:

@@ -128,7 +128,10 @@ _BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
 
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
-    """Convert Anthropic's messages and tool results to messages of /v1/chat/completions. Raises RequestError."""
+    """Convert Anthropic's messages and tool results to messages of /v1/chat/completions.
+
+    Raises RequestError if a message is invalid.
+    """
     conversation = Conversation()
     if system is not None:
         said = [block for block in validate_field(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
@@ -214,7 +217,10 @@ _THINKS = {"enabled": True, "disabled": False}
 
 
 class Thinking(RequestObject):
-    """Sets the chat template's ``enable_thinking``, if the template has it. ``budget_tokens`` has no effect."""
+    """Whether the model reasons: sets ``enable_thinking`` of the chat template, if the template has this argument.
+
+    ``budget_tokens`` has no effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=0)
@@ -286,7 +292,10 @@ class AnthropicChat(Body):
         return super().supported_fields(content)
 
     def prompt_fields(self) -> dict[str, Any]:
-        """Return the equivalent fields of a chat completion that determine the prompt. Raises RequestError."""
+        """Convert the conversation and its tools to the chat completion fields from which the prompt is made.
+
+        Raises RequestError if a message or tool is invalid, or if the messages contain no text.
+        """
         messages = messages_of(self.system, self.messages)
         if self.context_management is not None:
             self.context_management.edit(messages)

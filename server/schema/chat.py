@@ -335,7 +335,7 @@ class ChatForm(Body):
             self._chat = ChatBody.parse(self.chat_fields(), limits)
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the equivalent chat completion. Raises RequestError."""
+        """Return the fields of the equivalent chat completion. Raises RequestError if there is no equivalent."""
         raise NotImplementedError
 
     def same_fields(self) -> dict[str, Any]:

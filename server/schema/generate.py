@@ -212,10 +212,10 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int) -> SamplingParams:
-        """Return the sampling parameters of each choice. Raises RequestError.
+        """Return the sampling parameters of each choice.
 
         ``defaults`` replace missing fields, and ``room`` is the number of tokens that fit into the context after the
-        prompt.
+        prompt. Raises RequestError if fields contradict each other, or if a limit of output tokens is below 1.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")

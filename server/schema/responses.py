@@ -93,7 +93,10 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail
 
 
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
-    """Convert input items to messages of /v1/chat/completions, merging the items of one turn. Raises RequestError."""
+    """Convert input items to messages of /v1/chat/completions, merging the items of one turn.
+
+    Raises RequestError if the input is empty or an item is invalid.
+    """
     conversation = Conversation()
     if instructions is not None:
         conversation.add("system", instructions)
@@ -137,7 +140,10 @@ def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """Convert ``tool_choice`` of the Responses API to that of chat completions. Raises RequestError."""
+    """Convert ``tool_choice`` of the Responses API to that of chat completions.
+
+    Raises RequestError if the choice is invalid or not supported.
+    """
     if isinstance(choice, str):
         return choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None

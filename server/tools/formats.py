@@ -414,7 +414,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 """All reasoning formats by name, the most specific first. The first format that a chat template mentions is used."""
 
 _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*>|\[/?THINK\]")
-"""Matches markers of tool calls and reasoning that may be special tokens."""
+"""Matches markers of tool calls and reasoning. Such a marker may be a special token of the tokenizer."""
 
 
 def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:

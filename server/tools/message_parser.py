@@ -146,10 +146,11 @@ parts that it finds to the `DeltaBuffer`.
 
 
 class MessageParser:
-    """Parses one message of a model, while its text arrives, with ``readers`` one after another; the rest is content.
+    """Parses one message of a model while its text arrives. Each of ``readers`` parses one part, e.g. the reasoning.
 
-    The result does not depend on the division of the text into chunks. Text that is not a well-formed tool call is
-    content, unless it is the beginning of a call at the end of a truncated output. Never raises. O(characters).
+    Text after the last part is content. The result does not depend on the division of the text into chunks. Text that
+    is not a well-formed tool call is content, unless it is the beginning of a call at the end of a truncated output.
+    Never raises. O(characters).
     """
 
     def __init__(self, *readers: Reader) -> None:

@@ -35,8 +35,8 @@ class ReasoningFormat:
         next_starts: The markers that end reasoning and belong to the text after it, e.g. the beginning of a tool call.
         starts_inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt
             ended it.
-        header: For models that write reasoning as a message of its own: the text after ``end``, with which the next
-            message begins.
+        header: The beginning of the message after the reasoning, for models that write reasoning as a message of its
+            own; else "".
         template_markers: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
     """
 
@@ -49,7 +49,7 @@ class ReasoningFormat:
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
-    """Return whether the output begins inside reasoning; None if the prompt ends with the end of the reasoning."""
+    """Return whether the output begins inside reasoning; None if the reasoning has already ended in the prompt."""
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None

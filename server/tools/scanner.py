@@ -138,10 +138,10 @@ class Scanner:
         return found
 
     def read_until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
-        """Pass the text before the first marker to ``sink``, and read and return the marker; "" if none follows.
+        """Pass the text before the first marker to ``sink``, consume the marker and return it; "" if no marker follows.
 
-        Without ``read_marker``, the marker is returned but not read. ``last`` is an additional marker that counts only
-        if nothing but white space follows it.
+        Without ``read_marker``, the marker is not consumed, so the next call reads it again. ``last`` is an additional
+        marker that counts only if nothing but white space follows it.
         """
         while True:
             match = markers.pattern.search(self._text, self._at)

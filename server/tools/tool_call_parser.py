@@ -57,10 +57,10 @@ Each text is a tuple of alternatives; the alternative "" makes it optional.
 
 @dataclass(frozen=True, kw_only=True)
 class CallTemplate:
-    """The template of a message with tool calls, from which calls in prompts and the grammar of forced calls are made.
+    """The template of a message with tool calls, with which earlier tool calls are written into the prompt.
 
-    If two of its texts are possible at the same position, neither may begin with the other, because the lexer of
-    grammars never backtracks.
+    The grammar that forces a tool call is made from the same template. If two texts of the template are possible at the
+    same position, neither may begin with the other, because the lexer of grammars never backtracks.
 
     Attributes:
         call: A tool call, with the placeholders NAME, ARGUMENTS and NUMBER.
@@ -169,7 +169,7 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The texts that end a parameter's value that begins on a line of its own.
+        """The texts that end the value of a parameter if the value begins on a new line.
 
         A tag in the middle of a line belongs to the value, unless it is the closing tag and another tag follows.
         """

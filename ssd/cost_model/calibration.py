@@ -121,9 +121,10 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The maximum average time for drafting for requests without accepted drafts, as a fraction of a forward pass's time.
+"""The maximum mean time for drafting for requests without accepted drafts, as a fraction of a forward pass's time.
 
-`DraftBackoff` drafts less often for such requests if it takes longer, but at least every _LONGEST_PAUSE steps.
+If drafting would take longer, `DraftBackoff` drafts for these requests less often, but at least in every
+_LONGEST_PAUSE-th step.
 """
 _TELLING_SHARE = 0.005
 """The maximum average time for learning from the logits of passes without drafts, as a fraction of a pass's time."""
@@ -139,15 +140,16 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""The minimum seconds of a call that is left out of mean times, because it has probably compiled kernels."""
+"""Calls of at least this many seconds are left out of mean times, because they have probably compiled kernels."""
 
 
 class DraftBackoff:
     """Decides how often to draft for requests whose drafts are not accepted, so that the attempts stay cheap.
 
-    Requests with useful drafts get a draft in every step. Requests without one in BACKOFF_AFTER steps in a row get a
-    draft only in every second, third, ... step, all in the same step because a call of the drafter has a fixed cost.
-    The interval grows with the time of all lookups, relative to a forward pass, so it is long only for large batches.
+    A request with useful drafts gets a draft in every step. After BACKOFF_AFTER steps in a row without a useful draft,
+    it gets a draft only in every second, third, ... step. All such requests get their drafts in the same step, because
+    a call of the drafter has a fixed cost. The interval grows with the time of all lookups, relative to a forward pass,
+    so it is long only for large batches.
 
     In the same way, drafters learn from every pass that verified a draft, but only now and then from other passes.
     """

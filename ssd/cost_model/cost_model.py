@@ -108,13 +108,16 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """The number of passes since promising drafts began to be withheld for their cost; 0 if none is withheld."""
+        """The number of forward passes since promising drafts began to be left out because of their cost.
+
+        It is 0 if no promising draft is left out now.
+        """
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:
-        """Return the estimated time of a forward pass over ``width`` tokens of one row, divided by that over one token.
+        """Return the cost of a forward pass over ``width`` tokens of one row, as a multiple of a pass over one token.
 
-        It is 0 until enough passes have been measured.
+        It is the ratio of the estimated times, and 0 until enough passes have been measured.
         """
         plain = self.seconds(1)
         return self.seconds(width, is_wide=width > 1) / plain if plain > 0.0 else 0.0

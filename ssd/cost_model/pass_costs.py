@@ -94,7 +94,7 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""The ratio of a forward pass's time to its estimate above which this time is ignored, as probably interrupted.
+"""A forward pass that takes more than this multiple of its estimated time is ignored as probably interrupted.
 
 If the next passes are slow as well, the estimate is replaced instead.
 """

@@ -220,8 +220,8 @@ class MarginalGain:
     def learn(self, expected_accepted: float, first: float, gain: int) -> None:
         """Record that another drafter added ``gain`` accepted tokens to the primary drafter's draft.
 
-        ``expected_accepted`` is the expected number of accepted tokens of the primary draft, and ``first`` the
-        acceptance probability of its first token.
+        ``expected_accepted`` is the expected number of accepted tokens of the primary draft. ``first`` is the
+        acceptance probability of the primary draft's first token.
         """
         self._sum, self._count = _decay(self._sum, self._count, gain, _GAIN_MEMORY)
         cell = _bucket(expected_accepted, first)

@@ -12,7 +12,7 @@ DRAFTER_NAMES = ("ssd", "none")
 
 
 def make_drafter(name: str, config: DraftConfig) -> Drafter:
-    """Return the drafter with this name.
+    """Create the drafter that is called ``name``: "none", or a `SuffixDrafter` with the settings of ``config``.
 
     Raises:
         ConfigError: If ``name`` is not in DRAFTER_NAMES.

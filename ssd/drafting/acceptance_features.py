@@ -96,10 +96,11 @@ FEATURES: Final = {
     # candidate is that token.
     "cached sample": (MAX_CONFIRMED + 1, RUN_BUCKETS, AGREEMENTS, TEMPERATURE_BUCKETS, 2),
 }
-"""For each feature of a candidate token, the number of buckets of each of its numbers.
+"""The features of a candidate token. Each feature is a tuple of numbers; the value here is the number of buckets of
+each.
 
-A feature is a tuple of bucketed numbers, such as the match length and the number of matches. Its first number is the
-most significant one in `entry_of`. Stored acceptance models depend on the order of the features.
+Examples of these numbers are the match length and the number of matches. The first number of a feature is the most
+significant one in `entry_of`. Stored acceptance models depend on the order of the features.
 """
 
 _names: Final = list(FEATURES)
@@ -245,8 +246,8 @@ def weight_set(
 ) -> int:
     """Return the index of the weight vector with which the acceptance model weighs a candidate's features.
 
-    There is one vector for each combination of the kinds of evidence that are present (the ``has_`` arguments), the
-    number of match lengths, and a coarse bucket of the number of draft tokens before the candidate.
+    The index depends on the kinds of evidence that are present (the ``has_`` arguments), on the number of match
+    lengths, and on a coarse bucket of ``depth``, the number of draft tokens before the candidate.
     """
     sources = (
         int(has_context) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_proposal) + 16 * int(has_recycled)

@@ -147,7 +147,7 @@ class NamespaceModels:
         return self._last_model
 
     def ended(self, learned: LearnedState | None) -> None:
-        """After a request has ended, publish a copy of the acceptance model that it used, at most every PUBLISH_S."""
+        """Publish a copy of the acceptance model of an ended request, if the last copy is older than PUBLISH_S."""
         published = None if learned is None else self._published.get(learned)  # None if nothing was drafted for it
         if learned is not None and published is not None and time.monotonic() - published[0] >= PUBLISH_S:
             self._publish(learned)

@@ -199,7 +199,8 @@ Tokens = npt.NDArray[np.int32]
 class RowText:
     """The drafter's own copy of a row's prompt and output, needed because the engine may move or overwrite its array.
 
-    ``address`` is that of the `RowTextRecord` for numba kernels. The text can grow to ``capacity`` tokens.
+    ``address`` is the memory address of the `RowTextRecord` for numba kernels. The text can grow to ``capacity``
+    tokens.
     """
 
     __slots__ = ("_buffer", "_memory", "_record", "address")

@@ -185,7 +185,9 @@ def score_candidates(
 
 
 _SURE_LENGTH: Final = 9
-"""The minimum match length at which token recycling adds no candidates, if all matches continue with the same token."""
+"""If the longest match has at least this length, and all matches continue with the same token, then token recycling
+adds no candidates.
+"""
 
 
 @inlined

@@ -78,8 +78,9 @@ def draft_batch(batch: int, rows: Int64s) -> None:
 def is_valid_draft(batch: DraftBatch, row: DraftRow, share: float) -> bool:
     """Cut a row's draft after its first end-of-text token, and return whether the draft may be verified.
 
-    A draft that may not be verified is cleared. A draft tree without branches becomes a chain. ``share`` is the recent
-    ratio of accepted to expected draft tokens.
+    A draft may not be verified, and is removed, if it has a token outside the vocabulary. The same applies to an
+    improbable draft before the first output token, because it would delay this token. A draft tree without branches
+    becomes a chain. ``share`` is the recent ratio of accepted to expected draft tokens.
     """
     draft, size, is_chain = row.draft, row.draft.size, True
     end_ids = int32_array(batch.end_ids, batch.num_end_ids)

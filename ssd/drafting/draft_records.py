@@ -285,8 +285,8 @@ class DraftState(Record):
 
     Attributes:
         match_cursor: The text matches of the last draft, which may continue in the next draft.
-        scored: The scored candidates of the last draft, whose outcomes are in the next context.
-        prediction: The position in the client's predicted output.
+        scored: The scored candidates of the last draft. The next context shows which of them the target produced.
+        prediction: The position in the client's predicted output that the output has reached.
         lookahead: The tokens that the target sampled after rejected draft tokens.
     """
 

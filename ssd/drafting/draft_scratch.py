@@ -63,7 +63,7 @@ class MatchSamples(Record):
 class ScanHits(Record):
     """The matches found by the scan of one text: their positions and lengths, and the number of each length.
 
-    A position is that of the token after the match.
+    The position of a match is the position of the token after it.
     """
 
     positions: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
@@ -145,8 +145,8 @@ AgreeingMatches = Sequence[AgreeingMatch]
 MAX_VOTED_CANDIDATES: Final = 12
 """The maximum number of candidate tokens per position of a draft tree, except those that token recycling adds.
 
-The chosen candidates follow the greatest share of the text matches of some length, or have the greatest probability
-according to another drafter.
+If there are more, those with the greatest shares of the text matches or the greatest probabilities from other drafters
+are selected, see `move_best_to_front`.
 """
 
 MAX_RECYCLED_CANDIDATES: Final = 6
@@ -176,7 +176,8 @@ class TextVotes(Record):
 
     Attributes:
         support: The number of matches, by match length.
-        top: The level (index of the match length) of the longest match that agrees; NO_LEVEL if there is none.
+        top: The level (index of the match length) of the longest match that agrees with the draft before the position;
+            NO_LEVEL if there is none.
         newest: The recency of the newest match at ``top``; -1 if there is none.
         newest_token: The token after the newest match.
     """
@@ -273,9 +274,10 @@ class LevelSupport(Record):
     """The text matches at a draft position that have at least a certain match length.
 
     Attributes:
-        level: The index of the match length.
-        length: The bucket of the match length.
-        support: The number of matches, and ``support_bucket`` its bucket.
+        level: The index of this match length in the lookup.
+        length: The bucket of this match length.
+        support: The number of matches.
+        support_bucket: The bucket of ``support``.
     """
 
     level: Int64
@@ -309,13 +311,16 @@ class Candidates(Record):
 
 
 CONTINUED_CONTEXT: Final = 4096
-"""The maximum number of context tokens before a draft that are searched together with the draft to find new matches."""
+"""The maximum number of tokens from the end of the context that are kept when the end of a draft is looked up.
+
+These tokens and the draft form one text. New matches of its end are searched in this text and in the retrieval cache.
+"""
 
 MAX_FURTHER_LOOKUPS: Final = 5
-"""The maximum number of times that a draft chain's last tokens are looked up because no text match has a next token.
+"""The maximum number of times that a draft chain's text matches are replaced because none of them has a next token.
 
-The last of these lookups does not search: it only drops the matches, so that the chain continues with tokens from
-other sources.
+New matches are found by looking up the last tokens of the draft. The last replacement does not search: it only drops
+the matches, so that the chain continues with tokens from other sources.
 """
 
 _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)

@@ -53,7 +53,7 @@ _MIN_UNMATCHED: Final = 2
 
 
 class DraftInputs(NamedTuple):
-    """The data that the drafting kernel reads for a draft in addition to the row's own record.
+    """The searched texts, the cache snapshot and the acceptance model from which the kernel makes one draft.
 
     ``max_length`` and ``min_length`` are the maximum and minimum match length of a lookup.
     """
@@ -99,7 +99,7 @@ def _pop(scratch: DraftScratch) -> OpenCandidate:
 def _needs_lookup(votes: Votes, at: Position, num_matching: int, size: int, is_tree: bool) -> bool:
     """Return whether the last tokens of a draft should be looked up again, because no text match offers a next token.
 
-    No lookup is needed if a match or the client's prediction offers a token. Otherwise one is needed if the draft
+    No lookup is needed if a match or the client's prediction offers a token. Otherwise a lookup is needed if the draft
     agrees with matches whose texts have ended, if _MIN_UNMATCHED tokens were drafted since the last lookup, or if a
     chain has no candidate at all (``size`` is 0).
     """
@@ -210,9 +210,9 @@ def _look_up_again(scratch: DraftScratch, lookup: int, inputs: DraftInputs, out:
 def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resumed: bool) -> None:
     """Build a draft: add the most probable candidate token until the next one would cost more than it gains.
 
-    A candidate's gain is the probability that it and all draft tokens before it are accepted; it never exceeds that of
-    its parent. Tokens are added in decreasing order of gain, so no other tree of the same size has more expected
-    accepted tokens. A chain has one candidate after each token, the most probable one. O(limit * samples).
+    A candidate's gain is the probability that it and all draft tokens before it are accepted; it never exceeds the
+    gain of its parent. Tokens are added in decreasing order of gain, so no other tree of the same size has more
+    expected accepted tokens. A chain has one candidate after each token, the most probable one. O(limit * samples).
 
     The best candidate after every node is stored, however improbable, so that the acceptance model learns its outcome.
     Otherwise a token with too low an estimate would never be drafted, and the estimate would never be corrected.

@@ -28,7 +28,7 @@ from ssd.drafting.protocol import (
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
-    """Return how many leading tokens of the draft ``own`` the draft ``verified`` contains at the same place."""
+    """Return how many leading tokens of the draft ``own`` are also in the draft ``verified``, at the same place."""
     children = {
         (parent, token): node
         for node, (token, parent) in enumerate(zip(verified.token_ids.tolist(), verified.parents_of_all(), strict=True))
@@ -58,7 +58,7 @@ tokens.
 """
 
 _EXPECTATION_WEIGHT: Final = 0.6
-"""The weight of the draft's own estimate when predicting how many tokens a request's next steps accept.
+"""The weight of a draft's own estimate in the predicted number of tokens that the next steps of its request accept.
 
 The rest of the weight belongs to the number of tokens accepted in recent steps.
 """
@@ -76,7 +76,10 @@ other drafter was worth its cost.
 
 @dataclass(slots=True, eq=False)
 class _MemberDraft:
-    """A secondary drafter's draft for a request, with the estimates of the best draft made before it."""
+    """A secondary drafter's draft for a request.
+
+    ``expected_accepted`` and ``first_probability`` are those of `_RequestStep` before this draft was made.
+    """
 
     member: MemberDrafter
     draft: Draft
@@ -108,7 +111,10 @@ class _RequestStep:
 
 
 def _expectations(draft: Draft) -> tuple[float, float]:
-    """Return a draft's expected accepted tokens, and the probability of its best first token; 0, 0 if unknown."""
+    """Return a draft's expected number of accepted tokens, and its greatest probability of a first token.
+
+    Both are 0 if the draft has no estimates.
+    """
     estimates = draft.probabilities
     if estimates is None or not len(estimates):
         return 0.0, 0.0
@@ -155,9 +161,9 @@ class HybridDrafter:
     To compare gain and cost, drafting time is converted to output tokens, at the throughput that the request has
     without costly drafters. The average throughput would be too high, because costly drafters mostly help requests for
     which the primary drafter finds little. A drafter must also read a request's context once, before its first draft
-    for the request. It does so only when the gains that the request has missed without it reach this cost, which is
-    converted at the throughput of recent steps (Dinkelbach 1967). As the output's length is unknown, this rule costs at
-    most twice the optimum (the ski rental problem, Karlin et al. 1988).
+    for the request. It does so only when the gains that the request has missed without the drafter reach the cost of
+    reading. This cost is converted to tokens at the throughput of recent steps (Dinkelbach 1967). As the output's
+    length is unknown, this rule costs at most twice the optimum (the ski rental problem, Karlin et al. 1988).
 
     A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. One
     thread owns the hybrid drafter.
@@ -307,10 +313,11 @@ class HybridDrafter:
         return _RequestStep(request, draft, expected_accepted, first_probability, expected_tokens)
 
     def _select_requests(self, member: MemberDrafter, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
-        """Return, by index in ``steps``, the requests for which a costly drafter should draft in this step.
+        """Return the requests for which a costly drafter should draft in this step, by their index in ``steps``.
 
-        These are copies of the requests whose expected gain exceeds the drafter's cost, with the drafter's time per
-        token added to their token costs. If a trial of the drafter is due, the result is one request, for the trial.
+        These are the requests for which the expected gain exceeds the drafter's cost. In the returned copies, the
+        drafter's time per token is added to the token costs. If a trial of the drafter is due, only one request is
+        selected.
         """
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         gain_of = {
@@ -349,10 +356,10 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Return the cost of one second of drafting for ``num_used`` requests, in output tokens per request.
+        """Return the cost of one second of drafting, in output tokens per request that is drafted for (``num_used``).
 
-        All ``num_rows`` rows wait during this second. Each row loses the tokens that the request of ``step`` would get
-        in a second, and the loss is divided among the ``num_used`` requests.
+        All ``num_rows`` rows wait while the drafter runs. Each is assumed to lose as many tokens per second as the
+        request of ``step`` gets without the drafter.
         """
         step_s = self._step_rate.seconds_per_step
         if num_used == 0 or step_s == 0.0:

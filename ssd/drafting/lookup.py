@@ -263,9 +263,9 @@ def sample_matches(
 ) -> None:
     """Find and sample earlier occurrences of the last tokens of a context, in the context and in the retrieval cache.
 
-    Match lengths are tried from long to short. The first is the length of the longest match, and each further one is
-    half of the one before. The longest match in the context and the longest match in the cache are both tried. The
-    lookup stops after MAX_LEVELS lengths, or once ENOUGH_SUPPORT occurrences are found.
+    Match lengths are tried from long to short. The first is the length of the longest match, and each further length is
+    half of the length before it. The longest match in the context and the longest match in the cache are both tried.
+    The lookup stops after MAX_LEVELS lengths, or once ENOUGH_SUPPORT occurrences are found.
 
     For all lengths together, up to MAX_SCANNED_SAMPLES samples come from the context, and up to as many from the
     memtable; the most recent occurrences of each length are sampled. About MAX_SEGMENT_SAMPLES samples come from
@@ -326,9 +326,10 @@ def resume_matches(
 ) -> None:
     """Continue with the text matches that the last step saved, so that this step needs no search.
 
-    The saved matches are advanced by the new tokens, and those that agree with these tokens are written to ``samples``,
-    as one match length of ``max_length`` tokens. ``samples`` gets no match length, and the caller must search, if the
-    saved matches are shorter, if the segments or the context were replaced, or if no saved match agrees.
+    The saved matches that continue with the new tokens are written to ``samples``, all with the same match length,
+    ``max_length``. If none is written, ``samples.num_levels`` is 0, and the caller must search. This happens if the
+    saved matches are shorter, if the segments or the context were replaced, or if no saved match continues with the new
+    tokens.
     """
     samples.num_levels = 0
     size, first = 0, cursor.length

@@ -87,7 +87,7 @@ _RECENT: Final = 0.1
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter, such as a draft model, that can estimate how long it drafts; all other drafters count as free."""
+    """A drafter, such as a draft model, that estimates its drafting time. Other drafters are assumed to be free."""
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Return the seconds to draft one more token for each of ``num_rows`` requests in one batch; 0 if unknown."""

@@ -81,7 +81,7 @@ def mix64(z: UInt) -> UInt:
 
 @inlined
 def key_at(request: UInt, place: UInt) -> UInt:
-    """Return the Gumbel noise key of one position of a sequence, which differs from the keys of its other positions.
+    """Return the Gumbel noise key of one position of a sequence. Each position of the sequence has its own key.
 
     ``request`` is the sequence's `request_key`, and ``place`` the position or, for shared noise, a `coupled_place`.
     """
@@ -248,7 +248,7 @@ def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
 class SequenceNoise:
     """The Gumbel noise with which the tokens of one sequence are sampled. Create it with `seeded` or `coupled`.
 
-    ``address`` is that of its `NoiseRecord`, for numba kernels.
+    ``address`` is the memory address of the `NoiseRecord` for numba kernels.
     """
 
     def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:

@@ -78,8 +78,8 @@ class DraftRequest:
             is used for this request only.
         sampling: The sampling parameters of the request, without its text. None if they are not known, as in a replay
             of recorded outputs.
-        learned: The namespace's learned models, which the drafter reads and updates. None keeps everything that is
-            learned within the drafter.
+        learned: The namespace's learned models, which the drafter reads and updates. If None, the drafter uses models
+            that it shares with no namespace.
         slot: The target's KV cache slot, which holds the context without its last token. None if there is no target.
         proposals: Tokens that other drafters propose after the context. None if there are none.
         allow_caching: Whether other requests of the namespace may learn from the output of this one.

@@ -55,9 +55,10 @@ NO_SAMPLE: Final = 0
 class SampleTable(Record):
     """The hash table of one namespace's sample cache, which maps a Gumbel noise key to the token sampled with it.
 
-    The lowest 24 bits of an entry are the token, and the next two bits count how often in a row it was confirmed. The
-    other 38 bits are the lowest ones of the key, which also select the bucket. 0 is an empty entry. ``entries`` is the
-    address of uint64[num_buckets, BUCKET_SIZE], aligned to a cache line; ``num_buckets`` is a power of two.
+    The lowest 24 bits of an entry are the token, and the next two bits count how often in a row the token was
+    confirmed. The other 38 bits are the lowest 38 bits of the key. The lowest bits of the key also select the bucket. 0
+    is an empty entry. ``entries`` is the address of uint64[num_buckets, BUCKET_SIZE], aligned to a cache line;
+    ``num_buckets`` is a power of two.
     """
 
     num_buckets: Int64
@@ -184,7 +185,7 @@ def warm_up() -> None:
 class SampleCache:
     """A cache of the tokens that requests of one namespace sampled, keyed by the Gumbel noise that the requests share.
 
-    ``address`` is that of its `SampleTable`, for numba kernels, and never changes.
+    ``address`` is the memory address of the `SampleTable` for numba kernels. It never changes.
     """
 
     def __init__(self) -> None:

@@ -48,9 +48,10 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:
-    """The `DraftBatch` record of one drafter (settings and scratch memory for its kernels); the memory only grows.
+    """The settings and scratch memory of one drafter for its kernels, in a `DraftBatch` record; the memory only grows.
 
-    ``batch`` is the record, whose settings accept every token, and ``address`` its address for numba kernels.
+    ``batch`` is the record, and ``address`` its address for numba kernels. Its vocabulary size is unlimited and no
+    token ends a draft, so that kernels do not change a draft because of its tokens.
     """
 
     def __init__(self, max_match_length: int, min_match_length: int) -> None:
@@ -154,9 +155,9 @@ class SuffixDrafter:
     The last tokens of the context are looked up in the context itself, in the cache's recent text and in its segments,
     at up to ``max_match_length`` tokens and at a few shorter lengths. The tokens that follow the matches are
     candidates, and the acceptance model estimates each candidate's acceptance probability. The most probable candidate
-    is added to the draft, which continues with the matches that agree. It ends when the probability that all of it is
-    accepted falls below the cost of one more token. This length maximizes the expected accepted tokens minus the cost.
-    A tree is grown in the same way, best first, from all candidates.
+    is added to the draft, and the next candidates come from the matches that agree with it. The draft ends when the
+    probability that all of it is accepted falls below the cost of one more token. This length of the draft maximizes
+    the expected accepted tokens minus the cost. A tree is grown in the same way, best first, from all candidates.
 
     Further candidates are the client's predicted output, the tokens that other drafters propose, the target's earlier
     top-k tokens (token recycling), tokens that the target sampled after a rejected token (lookahead), and tokens
@@ -312,8 +313,8 @@ class SuffixDrafter:
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Save the outcome of drafts, and the tokens that the target sampled after rejected draft tokens (lookahead).
 
-        The acceptance model learns from the outcome of a draft when the request ends; before that, it learns from the
-        context of the next step.
+        The saved outcome is needed only if the request has ended, because then `finish` teaches it to the acceptance
+        model. Otherwise the acceptance model learns in the next step, from the new tokens in the context.
         """
         if scored is not None and self._recycling is not None:
             rows = [self._rows.get(request_id) for request_id in scored.request_ids]

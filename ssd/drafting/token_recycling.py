@@ -117,8 +117,8 @@ def share_level(share: float) -> int:
     """Return the bucket of a token's probability among the top-k tokens, from 0 up; -1 if it is too small to store.
 
     ``share`` is the token's probability divided by the sum over the top-k tokens. The bounds are LEAST_SHARE, 1/32,
-    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Below one half, each bucket doubles the probability of the token; above one half,
-    each halves that of all other tokens. A share at a bound belongs to the bucket below.
+    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Up to 1/2 each bound is twice the bound before it. From 1/2 on, each bound leaves
+    half as much for all other tokens. A share at a bound belongs to the bucket below.
     """
     if not share > LEAST_SHARE:
         return -1
@@ -164,8 +164,8 @@ def learn_top_tokens(
 ) -> None:
     """Write the target's top-k tokens at every position of a forward pass into token-recycling tables.
 
-    ``tables`` (int64[B]) is the address of the `RecyclingTable` that learns from each row, or 0. The other arguments
-    are fields of `ScoredPass`; ``parents`` is used only if ``is_tree``.
+    ``tables`` (int64[B]) holds for each row the address of the `RecyclingTable` that learns from the row; 0 for none.
+    The other arguments are fields of `ScoredPass`; ``parents`` is used only if ``is_tree``.
     """
     for b in range(len(tables)):
         if tables[b] == 0:
@@ -218,7 +218,10 @@ class NamespaceTables(Generic[T]):
         return table
 
     def get_or_create(self, learned: LearnedState) -> T | None:
-        """Return a namespace's table, created if necessary, and mark it as recently used; None if there is no room."""
+        """Return a namespace's table, created if necessary, and mark it as recently used.
+
+        Returns None if a new table would exceed MAX_TABLES and no table may be replaced yet.
+        """
         if learned not in self._tables and self._has_room():
             self._tables[learned] = self._make()
         return self.get(learned)
@@ -253,7 +256,7 @@ class NamespaceRecyclingTables:
     drafts from its namespace's table and adds nothing to it. Nothing is stored on disk, because a few forward passes
     fill a table again.
 
-    The tables of namespaces take at most 63 MB, and those of requests without a namespace take as much.
+    The tables of namespaces take at most 63 MB, and the tables of requests without a namespace take at most 63 MB more.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from ssd.drafting.proposal_tree import child_of, has_children
 from ssd.jit.addresses import inlined, kernel
 
 NO_LEVEL: Final = MAX_LEVELS
-"""The value of ``TextVotes.top``, the longest match that agrees with the draft, if no match in that text agrees."""
+"""The value of ``TextVotes.top`` if no match in that text agrees with the draft."""
 
 
 @inlined
@@ -170,9 +170,9 @@ def count_votes(
 
 @inlined
 def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
-    """Add the tokens that other drafters propose after a node of the proposal tree to the candidates.
+    """Extend the candidates by the tokens that other drafters propose after a node of the proposal tree.
 
-    Returns the number of candidates, which was ``size`` before.
+    Returns the new number of candidates; ``size`` is their number before the call.
     """
     child = proposals.first_child[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:

@@ -52,7 +52,7 @@ def _compiled(function: _F, **options: Any) -> _F:
 
 
 def _share_code_of_constants(dispatcher: Any) -> None:
-    """Make numba compile a kernel once for all values of an argument, also if callers pass constants for it."""
+    """Make numba compile a kernel only once, even if kernels call it with different constants."""
     find = dispatcher.get_call_template
 
     def find_any(args: Any, kws: Any) -> Any:
@@ -70,7 +70,7 @@ def kernel(function: _F) -> _F:
 
 
 def inlined(function: _F) -> _F:
-    """Compile a small function with numba and inline it into the kernels that call it; Python code does not call it."""
+    """Compile a small function with numba and inline it into the kernels that call it. Only kernels should call it."""
     return _compiled(function, forceinline=True)
 
 

@@ -132,7 +132,10 @@ def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
 
 @cache
 def _imports_of(path: Path, package: Path) -> frozenset[Path]:
-    """Return the files of ``package`` that a source file imports by absolute names; a package means all its files."""
+    """Return the files of ``package`` that a source file imports by absolute names.
+
+    If the source file imports a package, all files of this package are returned.
+    """
     names: set[str] = set()
     for module, members, modules in _IMPORT.findall(_text_of(path)):
         if module:
@@ -241,7 +244,7 @@ class PrebuiltKernel:
         return IndexDataCacheFile(str(PREBUILT), self._name, self._stamp)
 
     def load(self, signature: Any, target: Any) -> Any:
-        """Return the prebuilt machine code for ``signature``; None if there is none that can be used."""
+        """Return the prebuilt machine code for ``signature``; None if this process has no usable code for it."""
         baseline = _baseline()
         if baseline is None:
             return None
@@ -285,7 +288,7 @@ class KernelCache:
                 _warn_once("cannot be stored", error)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return the machine code stored for ``signature``; None if there is none that can be used."""
+        """Return the machine code stored for ``signature``; None if no usable code is stored."""
         found = None if self._prebuilt is None else self._prebuilt.load(signature, target)
         _counts["prebuilt"] += found is not None
         if found is None and self._cached is not None:
