@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +60,28 @@ def test_several_threads_of_python_call_it_at_the_same_time(four_threads: None) 
     for thread in threads:
         thread.join()
     assert (counts == 50).all()
+
+
+@kernel
+def _fail(call: int) -> None:  # pragma: no cover - compiled
+    last = numbers_of(call, 1)[0]
+    task = next_task(call)
+    while task >= 0:
+        if task == last:
+            raise ValueError("a task fails")
+        task = next_task(call)
+
+
+def test_an_error_on_a_thread_is_raised(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(str(found.exc_value)))
+    for work, error in ((0, ValueError), (1 << 40, RuntimeError)):
+        with pytest.raises(error, match="fail"):
+            run_parallel(_fail, (50,), 100, work)
+    assert printed == ["a task fails"]
+    counts = np.zeros(100, np.int64)
+    run_parallel(_count, (address(counts), 100), 100, 1 << 40, factors=(1.0,))
+    assert (counts == 1).all()
 
 
 def test_without_openmp_the_calling_thread_does_all_tasks(monkeypatch: pytest.MonkeyPatch, four_threads: None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import CDLL, addressof, c_char, c_uint, c_void_p
 from functools import cache
-from struct import pack_into
+from struct import pack_into, unpack_from
 from typing import Any, Final
 
 import torch
@@ -23,14 +23,14 @@ from ssd.jit.addresses import float64_array, inlined, int64_array
 Kernel = Callable[[int], None]
 """A compiled function that processes tasks of a `run_parallel` call until `next_task` returns -1.
 
-Its argument ``call`` is the address of the call's record: the number of started tasks, the number of all tasks, and the
-kernel's own arguments.
+Its argument ``call`` is the address of the call's record: the number of started tasks, the number of all tasks, the
+number of threads that have ended normally, and the kernel's own arguments.
 """
 
 _WORTH_THREADS: Final = 1 << 19
 """The number of multiply-adds from which `run_parallel` uses other threads, because starting them takes 2 to 5 µs."""
 _BYTE: Final[Callable[[Any], c_char]] = c_char.from_buffer
-_HEADER: Final = 2  # the number of tasks that have been started, and the number of all tasks
+_HEADER: Final = 3  # the three numbers at the beginning of a call's record, see `Kernel`
 
 
 def run_parallel(
@@ -44,14 +44,19 @@ def run_parallel(
         tasks: The number of tasks.
         work: The number of multiply-adds of all tasks; if it is small, the calling thread computes all tasks.
         factors: The kernel's floating-point arguments, which it reads by `factors_of`.
+
+    Raises:
+        RuntimeError: The kernel raised an exception on a thread; OpenMP's threads only print it.
     """
     call = bytearray(8 * (_HEADER + len(numbers) + len(factors)))
-    pack_into(f"{_HEADER + len(numbers)}q{len(factors)}d", call, 0, 0, tasks, *numbers, *factors)
+    pack_into(f"{_HEADER + len(numbers)}q{len(factors)}d", call, 0, 0, tasks, 0, *numbers, *factors)
     address = addressof(_BYTE(call))
     if work < _WORTH_THREADS or tasks == 1 or (num_threads := torch.get_num_threads()) == 1 or not (start := _start()):
         kernel(address)
     else:  # always all threads, because OpenMP ends those that a smaller team leaves out
         start(_code_of(kernel), address, num_threads, 0)
+        if unpack_from("q", call, 16)[0] != num_threads:
+            raise RuntimeError(f"{kernel.__name__} failed on a thread: the error was printed to stderr")
 
 
 @cache
@@ -85,7 +90,10 @@ def _count_up(_typing: Any, _address: Any) -> Any:
 def next_task(call: int) -> int:
     """Return the index of the next task of a `run_parallel` call, or -1 if all tasks have been started."""
     task = _count_up(call)
-    return task if task < int64_array(call, _HEADER)[1] else -1
+    if task < int64_array(call, _HEADER)[1]:
+        return task  # type: ignore[no-any-return]
+    _count_up(call + 16)
+    return -1
 
 
 @inlined
