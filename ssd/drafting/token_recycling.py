@@ -117,8 +117,8 @@ def share_level(share: float) -> int:
     """Return the bucket of a token's probability among the top-k tokens, from 0 up; -1 if it is too small to store.
 
     ``share`` is the token's probability divided by the sum over the top-k tokens. The bounds are LEAST_SHARE, 1/32,
-    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Up to 1/2 each bound is twice the bound before it. From 1/2 on, each bound leaves
-    half as much for all other tokens. A share at a bound belongs to the bucket below.
+    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. From 1/32 to 1/2 each bound is twice the bound before it. From 1/2 on, each bound
+    leaves half as much for all other tokens. A share at a bound belongs to the bucket below.
     """
     if not share > LEAST_SHARE:
         return -1
