@@ -30,7 +30,8 @@ NUM_TOKEN_ENTRIES: Final = 1 << 14
 NUM_PAIR_ENTRIES: Final = 1 << 16
 """The number of entries for pairs of tokens in a token-recycling table; a hash of the pair selects the entry.
 
-A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number of entries for single tokens.
+The tokens after a pair replace those of another pair with the same hash. NUM_TOKEN_ENTRIES is the number of entries for
+single tokens.
 """
 
 RECYCLED_SHARES: Final = 8
@@ -187,7 +188,7 @@ T = TypeVar("T")
 MAX_TABLES: Final = 16
 
 IDLE_PASSES: Final = 64
-"""A namespace's table may be replaced by that of another namespace only after this many forward passes without use.
+"""The table of a namespace may be replaced only after this many forward passes in which no request used the table.
 
 Without this limit, if a few more namespaces than tables are busy, every table would be replaced before it is read.
 """
