@@ -31,7 +31,7 @@ class Quotas(BaseModel):
     max_running: _Count = None
     """Maximum number of slots that the tenant's requests use at once; further requests wait."""
     max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
-    """Maximum number of the tenant's waiting requests; further requests are answered 429."""
+    """Maximum number of the tenant's waiting requests; further requests are rejected with 429."""
     requests_per_minute: _Count = None
     """Maximum number of generation requests per minute; unused requests accumulate for up to a minute."""
     tokens_per_minute: _Count = None

@@ -81,7 +81,10 @@ class EqualChunks:
         self._choices[index].add(output)
 
     def next_round(self) -> list[tuple[int, RequestOutput]]:
-        """Return the next chunk of every unfinished choice with the choice's index; empty if a chunk is incomplete."""
+        """Return the next chunk of each unfinished choice with the choice's index.
+
+        The result is empty until each unfinished choice has a complete chunk.
+        """
         if not all(choice.pieces or choice.ended for choice in self._choices):
             return []
         return [(index, choice.pieces.popleft()) for index, choice in enumerate(self._choices) if choice.pieces]

@@ -114,7 +114,7 @@ class Parts:
 
 
 class PartsAnswer(ChatAnswer):
-    """A response with one choice whose stream consists of named events and has no end mark (``[DONE]``)."""
+    """A response with one choice, streamed as named server-sent events without an end mark (``[DONE]``)."""
 
     end = b""
     make_part: Callable[[int, PartKind], AnswerPart]

@@ -206,7 +206,7 @@ def add_state(app: FastAPI, service: Service) -> None:
 
 
 def add_admin(app: FastAPI, service: Service) -> None:
-    """Add the endpoints under /admin, which need an operator's API key, and ``DELETE /v1/cache``."""
+    """Add ``DELETE /v1/cache`` and the endpoints under /admin. Those under /admin need an operator's API key."""
     tenants, lane = service.tenants, service.lanes.management
 
     def require_operator(request: Request) -> None:

@@ -106,7 +106,7 @@ Below it, the passes are too similar for fitting the time per position, and the 
 """
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The minimum weight, in the fit of the time estimate, of the forward passes timed at start-up.
+"""The minimum weight that the forward passes timed at start-up have in the least-squares fit of the time estimate.
 
 Their weight falls with every later pass. The minimum is so small that these passes determine only coefficients about
 which later passes say nothing.
@@ -228,11 +228,12 @@ def start_serving(address: int) -> None:
 
 @inlined
 def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
-    """Return the time with which a forward pass of ``seconds`` enters the fit; -1 to ignore an interrupted pass.
+    """Return the time to use in the fit for a forward pass that took ``seconds``; -1 to ignore an interrupted pass.
 
     The estimate is considered wrong if a pass takes less than 1 / _CONTRADICTION of the ``expected`` time, or if
-    _CONFIRMATIONS consecutive passes take more than _CONTRADICTION times that time. Then all earlier times of this kind
-    of pass are discarded. After consecutive slow passes, the fastest of them, relative to ``expected``, enters the fit.
+    _CONFIRMATIONS consecutive passes take more than _CONTRADICTION times the ``expected`` time. Then all earlier times
+    of this kind of pass are discarded. After consecutive slow passes, the least ratio of time to estimate among them
+    counts.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)

@@ -18,9 +18,8 @@ def accepted_path(
 ) -> int:
     """Find the draft tokens that the target accepts: write their nodes to ``path``, and return their number. O(tokens).
 
-    The path starts at the root, the end of the context. From each node the path continues with the first child
-    that equals the next token, and it ends if no child does. A token comes after its parent, so one
-    scan finds the path.
+    The path starts at the root, the end of the context. From each node the path continues with the first child that
+    equals the next token, and it ends if no child does. A token comes after its parent, so one scan finds the path.
 
     Args:
         tokens: The draft tokens.

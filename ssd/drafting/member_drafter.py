@@ -162,8 +162,8 @@ class MemberDrafter:
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
         """Return whether a costly drafter should read a request's context now, because the missed gains reach ``cost``.
 
-        Otherwise ``gain``, the gain that the request misses in this step, is added to the missed gains. Both arguments
-        are in output tokens.
+        The missed gains are what the request would have gained if the drafter had drafted for it in earlier steps. If
+        they are too small, add ``gain``, the missed gain of this step. Both arguments are in output tokens.
         """
         forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
         if cost <= forgone_gains:

@@ -168,10 +168,10 @@ def count_occurrences(noise: NoiseRecord, found: UInt) -> int:
 
 @inlined
 def coupled_place(found: UInt, times: int) -> UInt:
-    """Return the number that takes the place of the position in `key_at` if requests share their Gumbel noise.
+    """Return the number that `key_at` gets instead of a position if requests share their Gumbel noise.
 
-    It combines ``found``, the hash of the text's last tokens, with the number of earlier occurrences of these tokens in
-    the text.
+    The number combines ``found``, the hash of the text's last tokens, with the number of earlier occurrences of these
+    tokens in the text.
     """
     return mix64(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
@@ -184,7 +184,7 @@ def num_drawn(noise: NoiseRecord) -> int:
 
 @inlined
 def drawn_tokens(noise: NoiseRecord) -> UInt64:
-    """Return the Gumbel noise key and id of each sampled token of a sequence, alternately: uint64[2 * num_drawn]."""
+    """Return for each sampled token of a sequence its Gumbel noise key and then its id: uint64[2 * num_drawn]."""
     return uint64_array(noise.drawn, 2 * num_drawn(noise))
 
 

@@ -287,7 +287,10 @@ class SuffixDrafter:
         return context, snapshot, token_costs, held
 
     def _write_constant_params(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
-        """Write the draft parameters that stay the same in all steps of a request; return arrays to be kept alive."""
+        """Write the draft parameters that stay the same in all steps of a request.
+
+        Returns the arrays that the caller must keep alive, because the parameters contain their addresses.
+        """
         params.num_token_costs = params.prediction_length = params.num_proposed = 0
         params.recycling_table = params.sample_cache = 0
         params.prompt_length, params.allow_caching = request.prompt_length, request.allow_caching

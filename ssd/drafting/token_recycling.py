@@ -30,7 +30,8 @@ NUM_TOKEN_ENTRIES: Final = 1 << 14
 NUM_PAIR_ENTRIES: Final = 1 << 16
 """The number of entries for pairs of tokens in a token-recycling table; a hash of the pair selects the entry.
 
-A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number of entries for single tokens.
+The tokens after a pair replace those of another pair with the same hash. NUM_TOKEN_ENTRIES is the number of entries for
+single tokens.
 """
 
 RECYCLED_SHARES: Final = 8
@@ -117,8 +118,8 @@ def share_level(share: float) -> int:
     """Return the bucket of a token's probability among the top-k tokens, from 0 up; -1 if it is too small to store.
 
     ``share`` is the token's probability divided by the sum over the top-k tokens. The bounds are LEAST_SHARE, 1/32,
-    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Up to 1/2 each bound is twice the bound before it. From 1/2 on, each bound leaves
-    half as much for all other tokens. A share at a bound belongs to the bucket below.
+    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. From 1/32 to 1/2 each bound is twice the bound before it. From 1/2 on, each bound
+    leaves half as much for all other tokens. A share at a bound belongs to the bucket below.
     """
     if not share > LEAST_SHARE:
         return -1
@@ -187,7 +188,7 @@ T = TypeVar("T")
 MAX_TABLES: Final = 16
 
 IDLE_PASSES: Final = 64
-"""A namespace's table may be replaced by that of another namespace only after this many forward passes without use.
+"""The table of a namespace may be replaced only after this many forward passes in which no request used the table.
 
 Without this limit, if a few more namespaces than tables are busy, every table would be replaced before it is read.
 """
