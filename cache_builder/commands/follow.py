@@ -181,11 +181,11 @@ def follow(
         lead_in_tokens=lead_in_tokens,
     )
     with follower, _metrics(getattr(options, "metrics_port", None), follower), _until_interrupted():
-        follower.run(until, _Progress(endpoints))
+        follower.run(until, _FollowProgress(endpoints))
     return follower.counts
 
 
-class _Progress:
+class _FollowProgress:
     """Prints the number of received texts every 30 seconds, or a hint while no event has arrived."""
 
     def __init__(self, endpoints: list[str]) -> None:

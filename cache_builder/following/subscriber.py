@@ -15,7 +15,7 @@ _REPLAY_TIMEOUT_MS: Final = 5000
 _END_OF_REPLAY: Final = (1 << 64) - 1
 
 
-class Message(NamedTuple):
+class KvMessage(NamedTuple):
     """A message of a publisher. ``is_restart`` marks the first message after the publisher was restarted."""
 
     publisher: str
@@ -82,7 +82,7 @@ class EventSubscriber:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def receive(self, timeout_s: float) -> Iterator[Message]:
+    def receive(self, timeout_s: float) -> Iterator[KvMessage]:
         """Wait at most ``timeout_s`` seconds for messages, and yield those that have arrived, in order.
 
         The first call begins with the past messages that the publishers' replay endpoints still have.
@@ -99,14 +99,14 @@ class EventSubscriber:
                 continue
             yield from self._in_order(self._publishers[socket], int.from_bytes(frames[1], "big"), frames[2])
 
-    def _past_messages(self, publisher: _Publisher) -> Iterator[Message]:
+    def _past_messages(self, publisher: _Publisher) -> Iterator[KvMessage]:
         if publisher.replay_endpoint is not None:
             for number, content in self._replay(publisher.replay_endpoint, 0, _END_OF_REPLAY):
                 self.num_replayed += 1
                 publisher.next_number = number + 1
-                yield Message(publisher.endpoint, content)
+                yield KvMessage(publisher.endpoint, content)
 
-    def _in_order(self, publisher: _Publisher, number: int, payload: bytes) -> Iterator[Message]:
+    def _in_order(self, publisher: _Publisher, number: int, payload: bytes) -> Iterator[KvMessage]:
         """Yield a message of a publisher, and before it the earlier messages that were missed and can be fetched again.
 
         Missed messages that the publisher's replay endpoint no longer has are counted as lost.
@@ -118,11 +118,11 @@ class EventSubscriber:
             for missed, content in self._replay(publisher.replay_endpoint, next_number, number):
                 self.num_replayed += 1
                 self.num_lost += missed - next_number if expected is not None else 0
-                yield Message(publisher.endpoint, content, is_restart)
+                yield KvMessage(publisher.endpoint, content, is_restart)
                 next_number, is_restart = missed + 1, False
         self.num_lost += number - next_number if expected is not None else 0
         publisher.next_number = number + 1
-        yield Message(publisher.endpoint, payload, is_restart)
+        yield KvMessage(publisher.endpoint, payload, is_restart)
 
     def _replay(self, endpoint: str, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield the messages with numbers in [first, stop) that a publisher still has."""
