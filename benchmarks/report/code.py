@@ -108,7 +108,7 @@ def api_section() -> str:
         "",
         "### Refused",
         "",
-        "A request with one of these fields gets 400, unless its value is in brackets.",
+        "A request with one of these fields gets 400, unless the field has the value that the list shows in brackets.",
         "",
     ]
     for titles, those in _by_endpoints(refused):

@@ -151,7 +151,7 @@ def read_log(
 
 
 def log_of_texts(texts: Sequence[FollowedText]) -> Log:
-    """Return a log of the texts that a `Follower` has received. Raises InputError if no text has output."""
+    """Return the texts that a `Follower` has received, as a log. Raises InputError if none contains output tokens."""
     if not any(text.prompt_length < len(text.tokens) for text in texts):
         raise InputError(
             "no output that fills a block of the KV cache was received, and shorter outputs do not count: "

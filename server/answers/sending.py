@@ -104,7 +104,10 @@ class _ReservedAnswer(Response):
 
 
 class Answers:
-    """Creates the HTTP responses with generated text, obfuscated if the operator or the client demands it."""
+    """Creates the HTTP responses with generated text.
+
+    If the operator or the client demands it, the sizes and times of a stream's events are obfuscated.
+    """
 
     def __init__(self, worker: Worker, settings: ServerSettings, lanes: FairExecutors) -> None:
         self._worker, self._settings, self._lanes = worker, settings, lanes

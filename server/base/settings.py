@@ -95,7 +95,9 @@ class ObfuscationOptions:
     always: all streams, and responses without streaming too.
     """
     obfuscation_tokens: int = 16
-    """Number of tokens per chunk of an obfuscated stream."""
+    """Number of tokens per chunk of an obfuscated stream. Chunks of a fixed size do not show how many tokens a step
+    generated.
+    """
     obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = 0.25
     """Time in seconds between the chunks of an obfuscated stream, which hides when each token was generated. 0: each
     chunk is sent as soon as it is complete.

@@ -157,10 +157,10 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 """Unsupported fields of a tool definition, mapped to the values that are accepted because they have no effect."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
-"""Fields of a tool definition that are ignored, because they would change nothing.
+"""Fields of a tool definition that are ignored, because the server does in any case what they ask for.
 
-The arguments of forced tool calls follow their schema with or without ``strict``, and all arguments are streamed as
-they are generated.
+``strict``: the arguments of forced tool calls always follow their schema. ``eager_input_streaming``: arguments are
+always streamed as they are generated.
 """
 _NAMES = {"name": "name", "description": "description", "input_schema": "parameters"}
 

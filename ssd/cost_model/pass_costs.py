@@ -228,12 +228,12 @@ def start_serving(address: int) -> None:
 
 @inlined
 def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
-    """Return the time to use in the fit for a forward pass that took ``seconds``; -1 to ignore an interrupted pass.
+    """Return the time that the fit should use for a forward pass that took ``seconds``; -1 to ignore the pass.
 
-    The estimate is considered wrong if a pass takes less than 1 / _CONTRADICTION of the ``expected`` time, or if
-    _CONFIRMATIONS consecutive passes take more than _CONTRADICTION times the ``expected`` time. Then all earlier times
-    of this kind of pass are discarded. After consecutive slow passes, the least ratio of time to estimate among them
-    counts.
+    A pass that takes more than OUTLIER times the ``expected`` time was probably interrupted, and is ignored. After
+    _CONFIRMATIONS passes in a row of more than _CONTRADICTION times the ``expected`` time, or one pass of less than
+    1 / _CONTRADICTION of it, the estimate is considered wrong: all earlier times of this kind of pass are discarded.
+    After slow passes, the returned time is ``expected`` times the smallest ratio of a slow pass's time to its estimate.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)

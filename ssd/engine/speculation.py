@@ -73,7 +73,9 @@ def uses_trees(shape: DraftShape, num_rows: int) -> bool:
 
 
 class SpeculationManager:
-    """Calls the drafter, and decides from expected gain and measured cost when to draft and how long drafts are.
+    """Calls the drafter, and decides when to draft: if the expected gain exceeds the measured cost.
+
+    It also limits the draft length; the cost model (`pass_costs`) chooses the length below this limit.
 
     These decisions affect only speed, never an output token. If the drafter raises an exception, the drafts are empty.
     """

@@ -62,7 +62,9 @@ def fit_slots(
     if fitting < 1:
         longest = room - extra
         lower = f"Lower --max-model-len to at most {longest}" if longest > 1 else "Free memory"
-        raise ModelError(f"{needed}: too little even for one sequence. {lower}, or choose a smaller model or dtype")
+        raise ModelError(
+            f"{needed}: this memory is too small even for one sequence. {lower}, or choose a smaller model or dtype"
+        )
     advice = (
         "lower --max-num-seqs for longer sequences"
         if fitting == num_slots
