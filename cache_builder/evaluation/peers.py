@@ -129,7 +129,7 @@ PEERS: Final[dict[str, tuple[Callable[..., Peer], str, str, _Settings]]] = {
     ),
     "lookup": (
         LookupPeer,
-        "transformers",
+        "torch",
         "pip install transformers torch",
         [{}, {"tokens": 5}, {"tokens": 10, "most": 3}, {"tokens": 16, "most": 3}],
     ),
