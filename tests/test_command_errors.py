@@ -59,12 +59,12 @@ ERRORS = {
     f"build cut.jsonl.gz {BUILD}": "damaged gzip",
     f"build no.txt.gz {BUILD}": "damaged gzip",
     f"build no.jsonl.zst {BUILD}": "damaged zstd",
-    f"build cut.jsonl.zst {BUILD}": "cut.jsonl.zst: damaged zstd data (it ends too early)",
+    f"build cut.jsonl.zst {BUILD}": "cut.jsonl.zst contains damaged zstd data (it ends too early)",
     f"build latin.txt {BUILD}": "not UTF-8",
     f"build empty.txt {BUILD}": "nothing was built",
     f"build bare {BUILD}": "is a directory without",
     f"build *.parquet {BUILD}": "no file matches",
-    f"build nowhere://x {BUILD}": "nowhere://x: ",
+    f"build nowhere://x {BUILD}": "nowhere://x cannot be reached: ",
     f"build asked.jsonl {BUILD}": "1 of 1 records have no answer",
     f"build text.jsonl {BUILD} --namespace no/way": "namespace",
     f"build text.jsonl {BUILD} --chat-template latin.txt": "latin.txt is not UTF-8",
@@ -74,7 +74,7 @@ ERRORS = {
     "build text.jsonl --tokenizer MODEL --out notes --force": "contains no cache",
     "merge warm --out busy": "another process",
     **{
-        f"build torn{number}.json {BUILD}": f"torn{number}.json: not a JSON array" for number in range(len(TORN_ARRAYS))
+        f"build torn{number}.json {BUILD}": f"torn{number}.json is not a JSON array" for number in range(len(TORN_ARRAYS))
     },
     **{
         f"build text.jsonl {BUILD} " + " ".join(f"--field {name}" for name in fields.split()): "--field"

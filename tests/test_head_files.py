@@ -171,7 +171,7 @@ def test_layers_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         load_head(published.eagle3(tmp_path), target())
     listed = {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}
     head = load_head(published.eagle3(tmp_path, eagle_config=listed), deep())
-    with pytest.raises(ModelError, match="reads the output of layer 9, but LlamaForCausalLM has 8"):
+    with pytest.raises(ModelError, match="reads the output of layer 9, but LlamaForCausalLM has only 8 layers"):
         open_target(deep(), num_slots=2, max_length=32, tapped=feature_spec(head, deep().device, deep().dtype))
 
 

@@ -546,7 +546,7 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="16 to 4096 bytes: `openssl rand"):
         read_given_secret(path, None)
     for other in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match=r"--secret-file .* cannot be read: .*; `openssl rand .* the same file"):
+        with pytest.raises(ConfigError, match=r"--secret-file .* cannot be read: .*\. `openssl rand .* the same file"):
             read_given_secret(other, None)
 
 
