@@ -74,7 +74,8 @@ ERRORS = {
     "build text.jsonl --tokenizer MODEL --out notes --force": "contains no cache",
     "merge warm --out busy": "another process",
     **{
-        f"build torn{number}.json {BUILD}": f"torn{number}.json is not a JSON array" for number in range(len(TORN_ARRAYS))
+        f"build torn{number}.json {BUILD}": f"torn{number}.json is not a JSON array"
+        for number in range(len(TORN_ARRAYS))
     },
     **{
         f"build text.jsonl {BUILD} " + " ".join(f"--field {name}" for name in fields.split()): "--field"
