@@ -126,7 +126,7 @@ def test_nothing_is_changed_without_a_setting_or_with_another_sglang(
     with caplog.at_level(logging.WARNING):
         sglang_plugin.register()
     (record,) = caplog.records
-    assert "there is no thing" in record.getMessage() and "keeps its own" in record.getMessage()
+    assert "there is no thing" in record.getMessage() and "drafts from its own n-gram corpus" in record.getMessage()
 
 
 def test_several_ranks_keep_sglangs_corpus(monkeypatch: pytest.MonkeyPatch) -> None:

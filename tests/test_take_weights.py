@@ -135,7 +135,7 @@ NORM = "model.norm.weight"
     [
         (lambda weights: less(weights, QUERY), f"lack {QUERY}"),
         (lambda weights: {**weights, "base_model.x": torch.zeros(1)}, "has no weight base_model.x"),
-        (lambda weights: {**weights, QUERY: weights[QUERY][:-1]}, rf"{QUERY} is float32\[63, 64\], and .*\[64, 64\]"),
+        (lambda weights: {**weights, QUERY: weights[QUERY][:-1]}, rf"{QUERY} is float32\[63, 64\], but .*\[64, 64\]"),
         (lambda weights: {**weights, NORM: weights[NORM].double()}, rf"{NORM} is float64\[64\]"),
         (lambda weights: {**weights, "lm_head.weight": weights["lm_head.weight"] + 1}, "lm_head.weight.* differ"),
     ],

@@ -155,7 +155,7 @@ def test_features_count_in_the_budget() -> None:
 @pytest.mark.parametrize(
     ("name", "layers", "reason"),
     [
-        ("Llama", (3,), "made for another model"),
+        ("Llama", (3,), "but LlamaForCausalLM has only 2 layers"),
         ("Mamba", (1,), "Omit the draft head"),
         ("GPT-J", (1,), "omit the draft head"),
     ],

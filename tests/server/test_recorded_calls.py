@@ -128,12 +128,15 @@ def test_the_published_score_holds_and_every_failure_has_its_reason() -> None:
             failed[fixture.id] = NAMED.get(fixture.id, CUT if is_cut else "unknown")
     said = " ".join(Path("docs/guides/tools.md").read_text().split())
     total, total_whole = (sum(scores.values(), Counter[str]()) for scores in (streamed, whole))
-    assert f"canitoolcall {version('canitoolcall')} has {total.total()} recorded outputs" in said
+    assert f"canitoolcall {version('canitoolcall')} contains {total.total()} outputs of" in said
     assert total == total_whole and f"| SSD, streamed and complete | {score(total)} | 0 |" in said
     assert f"at most {max(scores['fail'] for scores in streamed.values())} outputs are parsed incorrectly" in said
     assert "unknown" not in failed.values(), failed
     assert {fixture_id for fixture_id, why in failed.items() if why != CUT} == set(NAMED)
-    assert f"In {list(failed.values()).count(CUT)} of SSD's incorrect outputs, `max_tokens` cut off a call" in said
+    assert (
+        f"In {list(failed.values()).count(CUT)} of SSD's {total['fail']} incorrect results, `max_tokens` cut off a call"
+        in said
+    )
 
 
 def score(counts: Counter[str]) -> str:
