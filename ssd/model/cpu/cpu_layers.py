@@ -157,12 +157,13 @@ def add_residual(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + output_norm(x)`` and the ``norm`` of this sum, bit-identical to the separate operations.
 
-    The tensors are contiguous, [..., n]. Without ``output_norm``, ``x`` itself is added; without ``norm``, the second
-    result has no values.
+    The tensors are contiguous, [..., n]. Without ``output_norm``, ``x`` itself is added; without ``norm``, both
+    results are the sum.
     """
     size = x.shape[-1]
     assert residual.is_contiguous() and x.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total = torch.empty_like(x)
+    normed = total if norm is None else torch.empty_like(x)
     first, second = (NO_NORM if each is None else each.row_rule for each in (output_norm, norm))
     arrays = residual.data_ptr(), x.data_ptr(), total.data_ptr(), normed.data_ptr()
     numbers = KINDS[str(x.dtype)], *arrays, size, *first[:2], *second[:2]
