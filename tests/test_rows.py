@@ -50,7 +50,7 @@ def said(lengths: list[int], sampled: list[list[int]]) -> Tokens:
 def drafted(drafter: BatchDrafter, wanted: list[bool], snapshot: Snapshot, seconds: float = 0.0) -> list[list[int]]:
     """What it drafts for the texts that are seated."""
     words = drafter.new_words(len(wanted) + 1)
-    drafter.draft(np.array(wanted, bool), snapshot, words, LIMIT, seconds)
+    drafter.draft(wanted, snapshot, words, LIMIT, seconds)
     return [row[NUM_HEADER_WORDS : NUM_HEADER_WORDS + row[1]] for row in words[: len(wanted)].tolist()]
 
 

@@ -105,7 +105,7 @@ def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
             at, count = [max(1, prompt) for prompt in prompts], len(texts)
             names = [RowText(text[: at[i]], prompts[i], len(text)) for i, text in enumerate(texts)]
             drafter.assign(names)
-            seconds, wanted = 0.0, np.ones(count, bool)
+            seconds, wanted = 0.0, [True] * count
             while any(at[i] < len(text) for i, text in enumerate(texts)):
                 drafter.draft(wanted, snapshot, words, _LIMIT, seconds)
                 drafts = [row[NUM_HEADER_WORDS : NUM_HEADER_WORDS + row[1]] for row in words[:count].tolist()]
@@ -115,7 +115,7 @@ def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
                     taken = texts[i][at[i] : at[i] + accepted + 1]
                     at[i] += len(taken)
                     said[i, : NUM_HEADER_WORDS + len(taken)] = [at[i], len(taken), *taken]
-                wanted = said[:count, 1] > 0
+                wanted = (said[:count, 1] > 0).tolist()
                 drafter.append(names, said)
                 seconds = 0.02 + 0.0004 * (count + sum(map(len, drafts)))
             drafter.clear()

@@ -10,7 +10,9 @@ arrive, and a draft chain covers the tokens that the device is about to sample a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -71,7 +73,6 @@ class RowBatch(Record):
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
-        needs_draft: For each row, whether to draft for it, int64.
         settings: The address of the `DraftBatch`.
         model: The address of the acceptance model.
         num_new: The number of tokens appended since the last drafting call.
@@ -83,7 +84,6 @@ class RowBatch(Record):
     """
 
     texts: Address
-    needs_draft: Address
     settings: Address
     model: Address
     max_length: Int64
@@ -126,12 +126,13 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
 
 
 @kernel
-def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int, num_rows: int) -> None:
-    texts, sizes = int64_array(texts_at, num_rows), int64_array(sizes_at, num_rows)
-    lengths, end = int64_array(lengths_at, num_rows), 0
+def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, num_rows: int) -> None:
+    """Append new tokens to each row's text, and replace their number in ``sizes_at`` by the length of the text."""
+    texts, sizes, end = int64_array(texts_at, num_rows), int64_array(sizes_at, num_rows), 0
     for row in range(num_rows):
         size, begin = sizes[row], end
         end += size
+        sizes[row] = 0
         if texts[row] == 0:
             continue
         text = _text_at(texts[row])
@@ -140,20 +141,23 @@ def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int,
                 begin:
             ]
             text.length, text.num_new = text.length + size, size
-        lengths[row] = text.length
+        sizes[row] = text.length
 
 
 @kernel
-def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
-    """Draft for the rows marked in ``batch.needs_draft``, and shorten all drafts together for the best throughput.
+def _draft_rows(
+    batch_address: int, needs_draft_at: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
+) -> None:
+    """Draft for some rows, and shorten all drafts together for the best throughput.
 
-    ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
-    of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
-    the time since the last call returned, from which the cost of a step is learned; 0 if nothing can be learned.
+    ``needs_draft_at`` is the address of int64[rows]: whether to draft for each row. ``words_at`` is the address of
+    int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length of its text, the size of its
+    draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is the time since the last call
+    returned, from which the cost of a step is learned; 0 if nothing can be learned.
     """
     batch = _batch_at(batch_address)
     settings, costs = draft_batch_at(batch.settings), draft_batch_at(batch.settings).costs
-    texts, needs_draft = int64_array(batch.texts, num_rows), int64_array(batch.needs_draft, num_rows)
+    texts, needs_draft = int64_array(batch.texts, num_rows), int64_array(needs_draft_at, num_rows)
     rows, num_drafting = np.empty(num_rows, np.int64), 0
     for row in range(num_rows):
         if texts[row] != 0 and needs_draft[row] != 0:
@@ -317,25 +321,27 @@ class BatchDrafter:
         found = _append_tokens(address(addresses), address(words), address(lost), count, words.shape[1])
         return np.flatnonzero(lost).tolist() if found else []
 
-    def extend(self, tokens: Tokens, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Append tokens to the texts of the assigned rows, and return the length of each text, int64[rows].
+    def extend(self, token_ids: Sequence[Sequence[int] | Tokens]) -> list[int]:
+        """Append the new tokens of each assigned row to its text, and return the length of each text.
 
-        ``tokens`` holds the new tokens of all rows, one row after another, and ``sizes`` (int64[rows]) their number in
-        each row. A row without text has length 0, and a text without room for its tokens is not extended.
+        A row without text has length 0, and a text without room for its tokens is not extended.
         """
+        # Arrays of the standard library, because after a forward pass every call of numpy costs tens of microseconds.
+        tokens, sizes = array("i", chain.from_iterable(token_ids)), array("q", map(len, token_ids))
         assert len(sizes) == self._num_rows
-        lengths = np.zeros(len(sizes), np.int64)
-        self._batch.num_new += len(tokens)
-        _extend_texts(self._batch.texts, address(tokens), address(sizes), address(lengths), len(sizes))
-        return lengths
+        if tokens:
+            self._batch.num_new += len(tokens)
+        if sizes:
+            _extend_texts(self._batch.texts, address(tokens) if tokens else 0, address(sizes), len(sizes))
+        return sizes.tolist()
 
     def draft(
-        self, needs_draft: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
+        self, needs_draft: Sequence[bool], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
     ) -> None:
         """Draft for the assigned rows that are marked in ``needs_draft``, and write the drafts to ``words``.
 
         Args:
-            needs_draft: Whether to draft for each row, bool[rows].
+            needs_draft: Whether to draft for each row.
             snapshot: The snapshot of the retrieval cache to search.
             words: The array from `new_words`. It receives for each row the length of its text, the size of its draft,
                 the draft tokens and, from NUM_HEADER_WORDS + longest on, their acceptance probabilities as float32.
@@ -344,10 +350,14 @@ class BatchDrafter:
         """
         count = self._num_rows
         assert count == len(needs_draft) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
-        self._needs_draft[:count] = needs_draft
+        if count == 0:
+            return
+        marks = array("q", needs_draft)
         self._workspace.reserve(snapshot)
         self._settings.limit = min(limit, self.longest)
-        _draft_rows(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
+        _draft_rows(
+            self._memory.address, address(marks), snapshot.address, count, seconds, address(words), self.longest
+        )
 
     def clear(self) -> None:
         """Remove the texts of all rows, because their sequences have ended."""
@@ -363,14 +373,14 @@ class BatchDrafter:
         text = RowText(np.zeros(1, np.int32), 1, 2)
         self.append([text], np.array([[2, 1, 5]], np.int32))
         self.assign([text])
-        self.draft(np.ones(1, bool), NO_SNAPSHOT, self.new_words(1), 1)
+        self.draft([True], NO_SNAPSHOT, self.new_words(1), 1)
         self.clear()
         self._batch.num_proposals = self._batch.num_new = 0
         self._batch.model = self._models.get(self._learned).address
 
     def _make_rows(self, count: int) -> None:
-        self._texts, self._needs_draft = np.zeros((2, count), np.int64)
-        self._batch.texts, self._batch.needs_draft = address(self._texts), address(self._needs_draft)
+        self._texts = np.zeros(count, np.int64)
+        self._batch.texts = address(self._texts)
 
 
 def _addresses(texts: Sequence[RowText | None]) -> npt.NDArray[np.int64]:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -154,19 +153,17 @@ class RetrievalCache:
         self.texts[request_id] = self.text_type(tokens, length, self.max_length)
         self._assigned = None
 
-    def extend(self, request_ids: Sequence[str], token_ids: Sequence[TokenIds]) -> npt.NDArray[np.int64]:
-        """Append newly generated tokens to the texts of requests, and return the length of each text, int64[n].
+    def extend(self, request_ids: Sequence[str], token_ids: Sequence[TokenIds]) -> list[int]:
+        """Append newly generated tokens to the texts of requests, and return the length of each text.
 
         A request that was not started has length 0. A text that would exceed ``max_length`` is not extended.
         """
         self._step_s = time.perf_counter() - self._step_began_s
         self._assign(request_ids)
-        sizes = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
-        tokens = np.fromiter(chain.from_iterable(token_ids), np.int32, int(sizes.sum()))
-        return self.drafter.extend(tokens, sizes)
+        return self.drafter.extend(token_ids)
 
     def speculate(
-        self, request_ids: Sequence[str], limit: int | None = None, needs_draft: npt.NDArray[np.bool_] | None = None
+        self, request_ids: Sequence[str], limit: int | None = None, needs_draft: Sequence[bool] | None = None
     ) -> list[list[int]]:
         """Draft the next tokens of each request; a draft is empty if verifying one is not expected to save time.
 
@@ -177,19 +174,21 @@ class RetrievalCache:
         Args:
             request_ids: The requests of the next decoding step. Requests that were not started get empty drafts.
             limit: The maximum number of tokens per draft (default: ``draft.num_speculative_tokens``).
-            needs_draft: Whether to draft for each request, bool[n] (default: for all).
+            needs_draft: Whether to draft for each request (default: for all).
         """
         self._assign(request_ids)
         count, longest = len(request_ids), self.drafter.longest
-        wanted = np.ones(count, np.bool_) if needs_draft is None else needs_draft
-        words = self._words
         self.drafter.draft(
-            wanted, self.cache.snapshot(), words, longest if limit is None else min(limit, longest), self._step_s
+            [True] * count if needs_draft is None else needs_draft,
+            self.cache.snapshot(),
+            self._words,
+            longest if limit is None else min(limit, longest),
+            self._step_s,
         )
-        sizes = words[:count, 1].tolist()
-        tokens = words[:count, NUM_HEADER_WORDS : NUM_HEADER_WORDS + max(sizes, default=0)].tolist()
         self._step_s, self._step_began_s = 0.0, time.perf_counter()
-        return [row[:size] for row, size in zip(tokens, sizes, strict=True)]
+        words, width = self._flat_words, self._words.shape[1]
+        starts = range(NUM_HEADER_WORDS, count * width, width)
+        return [words[start : start + words[start - 1]].tolist() for start in starts]
 
     def speculate_trees(self, request_ids: Sequence[str], limit: int) -> list[Draft]:
         """Draft a tree of at most ``limit`` tokens for each request, for engines that verify trees of a fixed size.
@@ -286,3 +285,4 @@ class RetrievalCache:
 
     def _allocate(self, num_rows: int) -> None:
         self._words = self.drafter.new_words(num_rows)
+        self._flat_words = self._words.reshape(-1).data  # slices of it are faster than those of numpy

@@ -107,10 +107,13 @@ class SuffixProposer(VllmDrafter):
         names, new = batch.req_ids[:count], sampled[:count]
         if names != self._row_ids:
             self._start_requests(core, batch, names, [int(lengths[row]) - len(new[row]) for row in range(count)])
-        needs_draft = np.fromiter((len(each) > 0 for each in new), np.bool_, count)
-        for row in np.flatnonzero(core.extend(names, new) != lengths[:count]).tolist():
-            needs_draft[row] &= self._read_text(core, batch, row, int(lengths[row]), len(new[row]))
-        return core.speculate(names, self._limit, needs_draft if self._limit > 0 else np.zeros(count, np.bool_))
+        needs_draft = [len(each) > 0 and self._limit > 0 for each in new]
+        known, expected = core.extend(names, new), lengths[:count].tolist()
+        if known != expected:
+            for row, length in enumerate(expected):
+                if known[row] != length and not self._read_text(core, batch, row, length, len(new[row])):
+                    needs_draft[row] = False
+        return core.speculate(names, self._limit, needs_draft)
 
     def _start_requests(self, core: VllmCache, batch: Any, names: list[str], lengths: Sequence[int]) -> None:
         """Register the new requests of vLLM's batch with the ``lengths[row]`` tokens that precede this step."""

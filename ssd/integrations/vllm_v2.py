@@ -283,7 +283,7 @@ class Speculator(VllmDrafter):
             batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
         )
         limit = min(3 * width + 2, self._longest) if self._pending_steps else width
-        core.drafter.draft(has_output, core.cache.snapshot(), step.chains_np, limit)
+        core.drafter.draft(has_output.tolist(), core.cache.snapshot(), step.chains_np, limit)
         return step.chains[:count].to(self._device, non_blocking=True)
 
     def _new_step(self) -> _StepBuffers:

@@ -12,6 +12,7 @@ drafter keeps alive.
 
 from __future__ import annotations
 
+import array
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -35,13 +36,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
-def address(array: npt.NDArray[Any]) -> int:
+def address(data: npt.NDArray[Any] | array.array[Any]) -> int:
     """Return the memory address of an array's data, through which a kernel may access only the memory of this array."""
-    register_memory(array)
+    register_memory(data)
     try:
-        return ctypes.addressof(_BYTE(array))  # five times as fast as the line below, thirty times for records
+        return ctypes.addressof(_BYTE(data))  # five times as fast as the line below, thirty times for records
     except (TypeError, ValueError):  # the array is read-only, not contiguous, or empty
-        return int(array.__array_interface__["data"][0])
+        return int(np.asarray(data).__array_interface__["data"][0])
 
 
 def _compiled(function: _F, **options: Any) -> _F:

@@ -20,6 +20,7 @@ registered.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import logging
 import os
@@ -55,14 +56,16 @@ _newest = ctypes.c_int64()  # the address of the current table: its length, then
 binding.add_symbol(_SYMBOL, ctypes.addressof(_newest))
 
 
-def register_memory(array: npt.NDArray[Any]) -> None:
+def register_memory(data: npt.NDArray[Any] | array.array[Any]) -> None:
     """Allow kernels to access the memory of an array until it is freed; needed only with SSD_CHECK_ADDRESSES=1."""
     if not CHECKED:
         return
-    owner = array
-    while isinstance(owner.base, np.ndarray):
+    owner: Any = data
+    while isinstance(getattr(owner, "base", None), np.ndarray):
         owner = owner.base
-    whole = owner if owner.base is None else np.frombuffer(owner.base, np.uint8)
+    base = getattr(owner, "base", None)
+    is_whole = base is None and isinstance(owner, np.ndarray)
+    whole = owner if is_whole else np.frombuffer(owner if base is None else base, np.uint8)
     begin = int(whole.__array_interface__["data"][0])
     piece = begin, begin + whole.nbytes
     if id(owner) in _owners or whole.nbytes == 0:
