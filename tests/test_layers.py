@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -290,6 +291,16 @@ def test_flat_layers_have_the_bits_of_the_library_s(
     assert not any("forward" in vars(layer) for layer in plain.model.model.layers)
     assert cpu_decoder.is_flat(flat.model) and not cpu_decoder.is_flat(plain.model)
     have_same_bits(flat, plain)
+    calls: list[int] = []
+    attention = cpu_decoder.cpu_attention
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        return attention(*args)
+
+    monkeypatch.setattr(cpu_decoder, "cpu_attention", counted)
+    flat.prefill([1], np.array([[5, 6, 7]]), [3])
+    assert len(calls) == len(flat.model.model.layers) - 1, "only keys and values are computed in the last layer"
 
 
 def test_a_layer_with_adapters_or_hooks_is_the_library_s() -> None:

@@ -55,7 +55,7 @@ class Target(ABC):
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self._last_logits_only = {"logits_to_keep": 1} if has_argument(model, "logits_to_keep") else {}
+        self._prefill_options = {"logits_to_keep": 1} if has_argument(model, "logits_to_keep") else {}
         self.features: torch.Tensor | None = None  # [num_slots, 1, length, size], if there is a draft head
         self.adapter_names: frozenset[str] = frozenset()  # the LoRA adapters that slots may use
         # The LoRA adapter of each slot; change it while the slot is empty.
@@ -187,7 +187,7 @@ class Target(ABC):
     @torch.inference_mode()
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
         """Append tokens to KV cache slots without returning their logits."""
-        self._append_tokens(slots, tokens, counts, **self._last_logits_only)
+        self._append_tokens(slots, tokens, counts, **self._prefill_options)
 
 
 @kernel

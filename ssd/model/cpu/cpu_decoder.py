@@ -93,16 +93,20 @@ class FlatLayer(ABC):
         return True
 
     @abstractmethod
-    def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+    def compute(
+        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, *, stores_only: bool = False
+    ) -> torch.Tensor:
         """Return the decoder layer's output for ``hidden_states``; both are [B, T, hidden size].
 
         ``angles`` are the cosines and sines of the rotary position embeddings, [B, T, dim]. ``stored`` are the layer's
-        keys and values in all slots of the KV cache.
+        keys and values in all slots of the KV cache. With ``stores_only``, only keys and values are computed and
+        stored, and the returned tensor is meaningless.
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the decoder layer's output, [B, T, hidden size]; transformers' code computes it if SSD cannot."""
         rows: SlotRows | None = kwargs.get("slot_rows")
+        stores_only = kwargs.pop("stores_only", False)
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
             rows is None
@@ -114,7 +118,7 @@ class FlatLayer(ABC):
         ):
             found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
             return found
-        return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows)
+        return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows, stores_only=stores_only)
 
     def rules(self, rows: SlotRows) -> AttentionRules:
         return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, self._softcap, None)
@@ -139,26 +143,33 @@ class FlatModel:
         positions: torch.Tensor,
         rows: SlotRows,
         *,
-        logits_to_keep: int = 0,
+        stores_only: bool = False,
         layers: Sequence[int] = (),
         hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
 
-        If ``logits_to_keep`` is not 0, only the last ``logits_to_keep`` tokens of each row get logits. If the list
-        ``hidden`` is given, the hidden states of ``layers``, numbered as in `FeatureSpec`, are appended to it.
+        With ``stores_only``, the result is empty: all keys and values are stored, but what only the logits depend on is
+        not computed. If the list ``hidden`` is given, the hidden states of ``layers``, numbered as in `FeatureSpec`,
+        are appended to it.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
         angles = {kind: inner.rotary_emb(hidden_states, positions, *kind) for kind in set(self._kinds)}
+        count = len(inner.layers)
+        needs_last = not stores_only or FINAL in layers or count in layers
         for number, (layer, kind) in enumerate(zip(inner.layers, self._kinds, strict=True)):
             if number in layers:
                 seen[number] = hidden_states
-            hidden_states = layer.forward(hidden_states, position_embeddings=angles[kind], slot_rows=rows)
-        seen[len(inner.layers)], seen[FINAL] = hidden_states, inner.norm(hidden_states)
+            options = {} if needs_last or number < count - 1 else {"stores_only": True}
+            hidden_states = layer.forward(hidden_states, position_embeddings=angles[kind], slot_rows=rows, **options)
+        if needs_last:
+            seen[count], seen[FINAL] = hidden_states, inner.norm(hidden_states)
         if hidden is not None:
             hidden += [seen[number] for number in layers]
-        found: torch.Tensor = self._output(seen[FINAL][:, -logits_to_keep:])
+        if stores_only:
+            return torch.empty(0)
+        found: torch.Tensor = self._output(seen[FINAL])
         return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
 
 
@@ -198,10 +209,15 @@ class CpuLayer(FlatLayer):
         """Return whether the pass has the norms' dtype and its attention kernel is `cpu_attention`."""
         return rows.kernel is None and rows.kv_cache.kernel is None and self._dtypes == {hidden_states.dtype}
 
-    def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+    def compute(
+        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, *, stores_only: bool = False
+    ) -> torch.Tensor:
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
-        added: torch.Tensor = attention["o_proj"](self._attend(read, angles, stored, rows))
+        query = self._store(read, angles, stored, rows)
+        if stores_only:
+            return hidden_states
+        added: torch.Tensor = attention["o_proj"](self._attend(query, stored, rows))
         output_norms = self._output_norms or (None, None)
         hidden_states, normed = add_residual(hidden_states, added, output_norms[0], self._norms[1])
         group = network["gate_proj"].group
@@ -209,8 +225,15 @@ class CpuLayer(FlatLayer):
         added = network["down_proj"](network["act_fn"].gate(gate, up))
         return add_residual(hidden_states, added, output_norms[1], None)[0]
 
-    def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return the attention output, [B, T, query heads * dim]; ``read`` is the joint output of q_, k_ and v_proj."""
+    def _attend(self, query: torch.Tensor, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        batch, heads, width, _ = query.shape
+        return cpu_attention(query, *stored, rows, self.rules(rows)).view(batch, width, heads * self._dim)
+
+    def _store(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        """Store keys and values, and return the rotated queries, [B, query heads, T, dim].
+
+        ``read`` is the joint output of q_, k_ and v_proj, [B, T, heads * dim]; it is changed in place.
+        """
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
@@ -226,8 +249,7 @@ class CpuLayer(FlatLayer):
         run_parallel(
             _rotate_and_store, numbers, batch * width, _PLACE_WORK * read.numel(), factors=(query_eps, key_eps)
         )
-        query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
-        return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
+        return read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
 
 
 _PLACE_WORK: Final = 8  # the cost of rotating or storing one number, in multiplications

@@ -50,6 +50,8 @@ class SlotRunner(Target):
         self._compute_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._could_verify_trees = False
         self._flat = FlatModel(model) if is_flat(model) else None
+        if self._flat is not None:
+            self._prefill_options = {"stores_only": True}
         self._adapter_rows: AdapterRows | None = None
         self._feature_spec: FeatureSpec | None = None
         # The hooks that read hidden states, unless `FlatModel` computes the model.

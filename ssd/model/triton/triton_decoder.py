@@ -63,25 +63,34 @@ class DeviceLayer(FlatLayer):
             )
         )
 
-    def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+    def compute(
+        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, *, stores_only: bool = False
+    ) -> torch.Tensor:
         norm, inner_norm = self._norms
         attention, network = self._attention._modules, self._network._modules
         heads, gates = attention["q_proj"].product, network["gate_proj"].product
         read = torch.split_with_sizes(heads.compute(norm(hidden_states)), heads.sizes, -1)
-        said = self._attend(read, angles, stored, rows)
-        hidden_states = inner_norm.added(hidden_states, attention["o_proj"].product.compute(said))
+        query = self._store(read, angles, stored, rows)
+        if stores_only:
+            return hidden_states
+        batch, _, width, _ = query.shape
+        attended = compute_attention(query, stored, rows, self.rules(rows)).view(batch, width, -1)
+        hidden_states = inner_norm.added(hidden_states, attention["o_proj"].product.compute(attended))
         gate, up = torch.split_with_sizes(gates.compute(inner_norm(hidden_states)), gates.sizes, -1)
         more = network["down_proj"].product.compute(silu_times(gate, up))
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
-    def _attend(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return the attention output, [B, T, query heads * dim], for queries, keys and values, [B, T, heads * dim]."""
+    def _store(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
+        """Store keys and values, and return the rotated queries, [B, query heads, T, dim].
+
+        ``read`` are the queries, keys and values, [B, T, heads * dim].
+        """
         batch, width = angles[0].shape[:2]
         query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:
             query, key = (norm(each) for norm, each in zip(self._head_norms, (query, key), strict=True))
         rotate_and_store_by_triton(query, key, value, angles, stored, rows)
-        return compute_attention(query.transpose(1, 2), stored, rows, self.rules(rows)).view(batch, width, -1)
+        return query.transpose(1, 2)
 
 
 def _product_of(module: Any) -> Product | None:
