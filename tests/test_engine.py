@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +216,27 @@ def test_warm_up_leaves_no_trace_in_the_counts() -> None:
 
 def count(histogram: Histogram) -> int:
     return sum(histogram.counts)
+
+
+def test_the_first_decoding_step_computes_the_prompt_of_a_request_that_runs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target: Any = target_of()
+    engine, widths = make_engine(target=target), list[int]()
+    score = target.score
+
+    def recorded(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        widths.append(tokens.shape[1])
+        return score(tokens, *args, **kwargs)
+
+    monkeypatch.setattr(target, "score", recorded)
+    engine.submit(ask("alone", prompt_of(1, 20), max_tokens=1))
+    finish_all(engine)
+    assert widths == [20]
+    for name in ("one", "two"):
+        engine.submit(ask(name, prompt_of(len(name) + ord(name[0]), 20), max_tokens=1))
+    finish_all(engine)
+    assert widths[1:] == [19, 19, 1], "several sequences share their first decoding step"
 
 
 def test_who_never_had_a_slot_has_no_time_in_one() -> None:

@@ -80,6 +80,64 @@ def test_what_slots_keep_is_what_reading_their_whole_text_again_gives(
         assert [fast.length(slot) for slot in range(2)] == [slow.length(slot) for slot in range(2)]
 
 
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["delay", "delay", "forward", "both", "tree", "prefill", "rollback", "copy"]),
+            st.sampled_from([0, 1]),
+            st.integers(1, 9),
+            st.integers(0, 2**32 - 1),
+        ),
+        min_size=3,
+        max_size=12,
+    )
+)
+@settings(max_examples=25)
+def test_a_delayed_prefill_has_the_bits_of_one_computed_at_once(actions: Sequence[tuple[str, int, int, int]]) -> None:
+    """Whatever comes next: a pass over this slot, over others, a tree, a rollback, a copy."""
+    fast, slow = (open_target(_flat_model(), num_slots=2, max_length=128) for _ in range(2))
+    assert fast.can_delay_prefill
+    for action, slot, number, seed in actions:
+        tokens = np.random.default_rng(seed).integers(3, VOCAB, (2, number))
+        if max(map(fast.length, (0, 1))) + number > 128:
+            continue
+        if action == "delay":
+            fast.delay_prefill(slot, tokens[0].astype(np.int32))
+            slow.prefill([slot], tokens[:1], [number])
+            assert fast.has_delayed_prefill
+        elif action == "prefill":
+            for target in (fast, slow):
+                target.prefill([slot], tokens[:1], [number])
+        elif action == "rollback":
+            for target in (fast, slow):
+                target.rollback(slot, max(0, target.length(slot) - number))
+        elif action == "copy":
+            if fast.length(slot) > fast.length(1 - slot) or fast.length(slot) == 0:
+                continue
+            for target in (fast, slow):
+                target.rollback(slot, 0)
+                target.copy_prefix(1 - slot, slot, target.length(1 - slot))
+        else:
+            slots = [0, 1] if action == "both" else [slot]
+            parents = np.array([[-1, *[0] * (number - 1)]]) if action == "tree" else None
+            said = [
+                target.forward(slots, tokens[: len(slots)], [number] * len(slots), parents=parents)
+                for target in (fast, slow)
+            ]
+            assert torch.equal(said[0].logits, said[1].logits) and not fast.has_delayed_prefill
+            if parents is not None:
+                for target in (fast, slow):
+                    target.accept_paths([slot], [number], [np.array([0, number - 1][: min(2, number)])])
+        for each in (0, 1):
+            assert fast.length(each) == slow.length(each)
+            assert fast.cached_tokens(each).tolist() == slow.cached_tokens(each).tolist()
+
+
+@cache
+def _flat_model() -> Any:
+    return open_target(tiny_model("Llama"), num_slots=2, max_length=128).model
+
+
 def test_a_replayed_draft_costs_no_pass_of_its_own() -> None:
     """Accepted tokens are fed again together with the next ones, until they are many."""
     model = tiny_model("Mamba-2")

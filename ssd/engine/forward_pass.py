@@ -44,6 +44,7 @@ class ForwardPass:
         buffer: Which of the two draft buffers of each sequence (0 or 1) holds its draft.
         width: The number T of input tokens of each sequence, including padding.
         lengths: int64[B], the number of tokens of each sequence; the last token is the first input.
+        has_prefill: Whether the pass also computes the last tokens of a prompt, see `Target.delay_prefill`.
         seconds: The duration of the pass, known after `verify`.
         ended: The time at which the pass ended, known after `verify`.
         output_ids: int64[B, T], the accepted draft tokens of each sequence and the recovered or bonus token.
@@ -57,6 +58,7 @@ class ForwardPass:
         self.failed: dict[int, BaseException] = {}  # the errors of the rows for which sampling failed
         self.has_late_grammar = False  # whether the grammar mask of a row was not ready in time
         self._target = target
+        self.has_prefill = target.has_delayed_prefill
         self._started = time.perf_counter()
         num_rows, self.width = len(batch.sequences), batch.record.width
         self._has_trees = batch.record.has_trees == 1

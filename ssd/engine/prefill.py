@@ -96,6 +96,13 @@ class Prefill:
         if sequence.needs_prompt_logprobs and done < sequence.num_prompt_tokens - 1:
             output = self._target.forward([sequence.slot], pad_rows([chunk]), [len(chunk)])
             sequence.score_prompt(output.logits[0], done)
+        elif (
+            self._target.can_delay_prefill
+            and running == [sequence]
+            and sequence.grammar is None
+            and done + len(chunk) == sequence.num_tokens - 1
+        ):  # the decoding step that follows computes the chunk
+            self._target.delay_prefill(sequence.slot, chunk)
         else:
             self._target.prefill([sequence.slot], pad_rows([chunk]), [len(chunk)])
         self._num_computed += len(chunk)

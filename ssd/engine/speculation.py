@@ -274,7 +274,8 @@ class SpeculationManager:
             self._backoff.record_observing(self._observing_s + learning_s)
             if completed.width > 1:
                 seconds += self._observing_s + (0.0 if self._target.is_asynchronous else learning_s)
-        self._observe_pass(len(completed.sizes), completed.width, num_tokens, seconds)
+        if not completed.has_prefill:
+            self._observe_pass(len(completed.sizes), completed.width, num_tokens, seconds)
 
     def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
         self._backoff.observe_pass(seconds)

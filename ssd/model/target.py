@@ -44,6 +44,8 @@ class Target(ABC):
     can_roll_back: bool = True  # False for recurrent models, whose state cannot be undone; the engine then never drafts
     can_copy_prefixes: bool = True  # whether any prefix of a slot can be copied to another slot and restored cheaply
     can_verify_trees: bool = False  # whether forward passes accept draft trees
+    can_delay_prefill: bool = False  # whether `delay_prefill` can be used
+    has_delayed_prefill: bool = False  # whether the next forward pass computes tokens of `delay_prefill`
     backend: str  # the name of the model runner, for logs and metrics
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
@@ -188,6 +190,13 @@ class Target(ABC):
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
         """Append tokens to KV cache slots without returning their logits."""
         self._append_tokens(slots, tokens, counts, **self._prefill_options)
+
+    def delay_prefill(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Append tokens to a KV cache slot, but let the next forward pass over this slot alone compute them.
+
+        So the weights are read once less before the first output token. Requires `can_delay_prefill`.
+        """
+        raise NotImplementedError(f"the runner {self.backend!r} cannot delay a prefill")
 
 
 @kernel

@@ -143,21 +143,21 @@ class FlatModel:
         positions: torch.Tensor,
         rows: SlotRows,
         *,
-        stores_only: bool = False,
+        num_logits: int | None = None,
         layers: Sequence[int] = (),
         hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
+        """Compute the model's logits [B, n, V] for new tokens at ``positions``, both int64[B, T].
 
-        With ``stores_only``, the result is empty: all keys and values are stored, but what only the logits depend on is
-        not computed. If the list ``hidden`` is given, the hidden states of ``layers``, numbered as in `FeatureSpec`,
-        are appended to it.
+        Only the last n = ``num_logits`` tokens of each row get logits (default: all). With 0, the result is empty: keys
+        and values are stored, but what only logits depend on is not computed. If the list ``hidden`` is given, the
+        hidden states of ``layers``, numbered as in `FeatureSpec`, are appended to it.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
         angles = {kind: inner.rotary_emb(hidden_states, positions, *kind) for kind in set(self._kinds)}
         count = len(inner.layers)
-        needs_last = not stores_only or FINAL in layers or count in layers
+        needs_last = num_logits != 0 or FINAL in layers or count in layers
         for number, (layer, kind) in enumerate(zip(inner.layers, self._kinds, strict=True)):
             if number in layers:
                 seen[number] = hidden_states
@@ -167,9 +167,9 @@ class FlatModel:
             seen[count], seen[FINAL] = hidden_states, inner.norm(hidden_states)
         if hidden is not None:
             hidden += [seen[number] for number in layers]
-        if stores_only:
+        if num_logits == 0:
             return torch.empty(0)
-        found: torch.Tensor = self._output(seen[FINAL])
+        found: torch.Tensor = self._output(seen[FINAL][:, -(num_logits or tokens.shape[1]) :])
         return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
 
 

@@ -51,7 +51,8 @@ class SlotRunner(Target):
         self._could_verify_trees = False
         self._flat = FlatModel(model) if is_flat(model) else None
         if self._flat is not None:
-            self._prefill_options = {"stores_only": True}
+            self._prefill_options = {"num_logits": 0}
+        self._delayed: tuple[int, TokenMatrix] | None = None  # the slot and tokens of `delay_prefill`
         self._adapter_rows: AdapterRows | None = None
         self._feature_spec: FeatureSpec | None = None
         # The hooks that read hidden states, unless `FlatModel` computes the model.
@@ -99,11 +100,42 @@ class SlotRunner(Target):
         self._compute_context = without_split_sums if wanted and self.device.type == "cuda" else nullcontext
         self.recapture_graphs()
 
+    @property
+    def can_delay_prefill(self) -> bool:  # type: ignore[override]
+        return self._flat is not None and self.features is None and self.device.type == "cpu"
+
+    @property
+    def has_delayed_prefill(self) -> bool:  # type: ignore[override]
+        return self._delayed is not None
+
+    def delay_prefill(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+        assert self.can_delay_prefill
+        self.compute_delayed()
+        row, start = np.ascontiguousarray(tokens, np.int64), self.length(slot)
+        self._token_ids[slot, start : start + len(row)] = row
+        self._lengths[slot] += len(row)
+        self._delayed = slot, row[None]
+
+    @torch.inference_mode()
+    def compute_delayed(self) -> None:
+        """Compute the tokens of `delay_prefill` now, because their slot is needed before its next forward pass."""
+        if self._delayed is not None:
+            slot, tokens = self._pop_delayed()
+            self.prefill([slot], tokens, [tokens.shape[1]])
+
+    def _pop_delayed(self) -> tuple[int, TokenMatrix]:
+        assert self._delayed is not None
+        (slot, tokens), self._delayed = self._delayed, None
+        self._lengths[slot] -= tokens.shape[1]
+        return slot, tokens
+
     def rollback(self, slot: int, length: int) -> None:
+        self.compute_delayed()
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
     def truncate(self, slots: Integers, lengths: Integers) -> None:
+        self.compute_delayed()
         self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
 
     @property
@@ -142,6 +174,7 @@ class SlotRunner(Target):
                 self.kv_cache.move(together.to(self.device))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
+        self.compute_delayed()
         self.kv_cache.copy(source, slot, start, end)
 
     def _append(
@@ -154,6 +187,12 @@ class SlotRunner(Target):
         **kwargs: Any,
     ) -> PassOutput:
         assert self.graph_runner is None or self._adapter_rows is None  # captured passes do not apply adapters
+        if self._delayed is not None:
+            if trees is None and slots.tolist() == [self._delayed[0]]:
+                kwargs = {"num_logits": tokens.shape[1], **kwargs}
+                tokens = np.concatenate([self._pop_delayed()[1], tokens], axis=1)
+            else:
+                self.compute_delayed()
         output = None if self.graph_runner is None or kwargs else self.graph_runner.run(slots, tokens, trees, noise)
         if output is None:
             rows = SlotRows.build(self.kv_cache, slots.tolist(), tokens.shape[1], self.device, trees)
