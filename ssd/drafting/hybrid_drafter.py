@@ -240,6 +240,15 @@ class HybridDrafter:
             drafts[i] = draft
         return drafts
 
+    @property
+    def awaits_outcomes(self) -> bool:
+        """Whether `observe` must be called with the outcome of every request, not only of requests that ended."""
+        return bool(self._steps)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count output tokens of the current step whose outcomes are not passed to ``observe``."""
+        self._step_rate.count(num_tokens)
+
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Report the outcome of a forward pass to each drafter: how many tokens of its own drafts were accepted."""
         outcomes_by_member: list[list[DraftOutcome]] = [[] for _ in self._members]

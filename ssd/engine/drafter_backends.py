@@ -105,11 +105,15 @@ class KernelBackend:
     def observe(self, committed: CommittedPass, scored: ScoredPass | None) -> None:
         """Report the outcome of a forward pass to the drafter.
 
-        A hybrid drafter gets the outcome of every sequence. The suffix drafter alone needs only those of sequences that
-        ended.
+        A hybrid drafter gets the outcome of every sequence if it considered drafters other than the suffix drafter in
+        this step. Otherwise only the outcomes of sequences that ended are needed.
         """
-        rows = committed.ended if self._hybrid is None else committed.rows()
+        needs_all = self._hybrid is not None and self._hybrid.awaits_outcomes
+        rows = committed.rows() if needs_all else committed.ended
         outcomes = [outcome for b in rows if (outcome := self._outcome(committed, b)) is not None]
+        if self._hybrid is not None and not needs_all:
+            reported = sum(outcome.num_accepted + 1 for outcome in outcomes)
+            self._hybrid.count_tokens(int(committed.forward_pass.sizes.sum()) - reported)
         if outcomes or scored is not None:
             self._drafter.observe(outcomes, scored)
 
