@@ -40,7 +40,6 @@ SECTIONS: Final = {
         "learning": ("learning", "learning"),
         "growth": ("growth", "growth growth-gemma"),
         "engine": ("decode", "decode decode-gemma"),
-        "engines": ("engines", "engines-gemma"),
         "overhead": ("contenders", "overhead overhead-gemma"),
         "sources": ("contenders", "sources sources-gemma"),
         "mechanisms": ("contenders", "mechanisms"),
