@@ -230,7 +230,7 @@ class CpuLayer(FlatLayer):
         return cpu_attention(query, *stored, rows, self.rules(rows)).view(batch, width, heads * self._dim)
 
     def _store(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Store keys and values, and return the rotated queries, [B, query heads, T, dim].
+        """Write keys and values to the KV cache, and return the queries with rotary positions, [B, heads, T, dim].
 
         ``read`` is the joint output of q_, k_ and v_proj, [B, T, heads * dim]; it is changed in place.
         """

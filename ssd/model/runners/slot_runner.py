@@ -110,14 +110,13 @@ class SlotRunner(Target):
 
     def delay_prefill(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         assert self.can_delay_prefill
-        self.compute_delayed()
+        self._compute_delayed()
         row, start = np.ascontiguousarray(tokens, np.int64), self.length(slot)
         self._token_ids[slot, start : start + len(row)] = row
         self._lengths[slot] += len(row)
         self._delayed = slot, row[None]
 
-    @torch.inference_mode()
-    def compute_delayed(self) -> None:
+    def _compute_delayed(self) -> None:
         """Compute the tokens of `delay_prefill` now, because their slot is needed before its next forward pass."""
         if self._delayed is not None:
             slot, tokens = self._pop_delayed()
@@ -130,12 +129,12 @@ class SlotRunner(Target):
         return slot, tokens
 
     def rollback(self, slot: int, length: int) -> None:
-        self.compute_delayed()
+        self._compute_delayed()
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
     def truncate(self, slots: Integers, lengths: Integers) -> None:
-        self.compute_delayed()
+        self._compute_delayed()
         self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
 
     @property
@@ -174,7 +173,7 @@ class SlotRunner(Target):
                 self.kv_cache.move(together.to(self.device))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
-        self.compute_delayed()
+        self._compute_delayed()
         self.kv_cache.copy(source, slot, start, end)
 
     def _append(
@@ -192,7 +191,7 @@ class SlotRunner(Target):
                 kwargs = {"num_logits": tokens.shape[1], **kwargs}
                 tokens = np.concatenate([self._pop_delayed()[1], tokens], axis=1)
             else:
-                self.compute_delayed()
+                self._compute_delayed()
         output = None if self.graph_runner is None or kwargs else self.graph_runner.run(slots, tokens, trees, noise)
         if output is None:
             rows = SlotRows.build(self.kv_cache, slots.tolist(), tokens.shape[1], self.device, trees)

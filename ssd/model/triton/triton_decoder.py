@@ -81,7 +81,7 @@ class DeviceLayer(FlatLayer):
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
     def _store(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Store keys and values, and return the rotated queries, [B, query heads, T, dim].
+        """Write keys and values to the KV cache, and return the queries with rotary positions, [B, heads, T, dim].
 
         ``read`` are the queries, keys and values, [B, T, heads * dim].
         """
