@@ -329,10 +329,8 @@ class BatchDrafter:
         # Arrays of the standard library, because after a forward pass every call of numpy costs tens of microseconds.
         tokens, sizes = array("i", chain.from_iterable(token_ids)), array("q", map(len, token_ids))
         assert len(sizes) == self._num_rows
-        if tokens:
-            self._batch.num_new += len(tokens)
-        if sizes:
-            _extend_texts(self._batch.texts, address(tokens) if tokens else 0, address(sizes), len(sizes))
+        self._batch.num_new += len(tokens)
+        _extend_texts(self._batch.texts, address(tokens), address(sizes), len(sizes))
         return sizes.tolist()
 
     def draft(
@@ -350,8 +348,6 @@ class BatchDrafter:
         """
         count = self._num_rows
         assert count == len(needs_draft) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
-        if count == 0:
-            return
         marks = array("q", needs_draft)
         self._workspace.reserve(snapshot)
         self._settings.limit = min(limit, self.longest)
