@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ssd.cost_model.calibration import BACKOFF_AFTER, AcceptanceCalibration, DraftBackoff, PlattScaling
 from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import add_observation, best_num_steps, fit_nonnegative
+from ssd.cost_model.pass_costs import KNEES, add_observation, best_num_steps, fit_nonnegative
 from ssd.cost_model.throughput import AcceptanceRates, MarginalGain, StepThroughput
 from ssd.drafting.draft_batch import cut_drafts
 from ssd.drafting.draft_records import DraftRecord
@@ -83,6 +83,29 @@ def test_a_change_of_load_is_followed_within_fifty_passes(factor: float) -> None
         assert prices.seconds(width, is_wide=width > 1) == pytest.approx(want, rel=0.25)
 
 
+@pytest.mark.parametrize("calibrates", [False, True])
+@pytest.mark.parametrize("knee", KNEES)
+def test_the_first_positions_cost_less_where_they_are_computed_while_weights_are_read(
+    knee: float, calibrates: bool
+) -> None:
+    def law(num_positions: int) -> float:
+        return 0.048 + 0.0034 * float(slow.effective_positions(float(num_positions), knee))
+
+    random, prices = np.random.default_rng(0), CostModel()
+    if calibrates:
+        for rows, width in TIMED:
+            prices.calibrate(rows * width, law(rows * width), is_wide=width > 1)
+        prices.end_warm_up()
+    for _ in range(200):
+        rows, width = int(random.choice([1, 4, 8])), int(random.integers(1, 17))
+        seconds = law(rows * width) * float(random.normal(1, 0.02))
+        prices.observe(rows * width, 1, seconds, is_wide=width > 1)
+        if calibrates:
+            assert prices.pass_time is not None and prices.pass_time.knee == knee
+    for positions in (2, 4, 8, 16, 24, 32, 64, 128):
+        assert prices.seconds(positions, is_wide=True) == pytest.approx(law(positions), rel=0.06)
+
+
 def test_what_the_warm_up_took_and_gave_besides_is_forgotten() -> None:
     prices, fresh = learned(0.01, 0.001), learned(0.01, 0.001)
     for _ in range(20):
@@ -143,10 +166,10 @@ def test_what_steps_without_padding_cost_is_that_of_the_twin(
 
 @kernel
 def fitted(features: Floats, seconds: Floats, keep: float) -> tuple[float, float, float]:
-    moments = np.zeros((3, 4))
+    moments = np.zeros((4, 4))
     for i in range(len(features)):
         add_observation(moments, keep, (features[i, 0], features[i, 1], features[i, 2]), seconds[i])
-    return fit_nonnegative(moments)
+    return fit_nonnegative(moments)[:3]
 
 
 def features_of(passes: list[tuple[int, int]]) -> Floats:

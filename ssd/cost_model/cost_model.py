@@ -25,21 +25,24 @@ Floats = npt.NDArray[np.float64]
 class PassTimeModel(NamedTuple):
     """The coefficients of the estimated time of a forward pass.
 
-    The time is ``fixed + per_position * positions``, plus ``wide`` if the pass has drafts.
+    The time is ``fixed + per_position * effective_positions(positions, knee)``, plus ``wide`` if the pass has drafts.
+    See `ssd.cost_model.pass_costs.effective_positions`.
     """
 
     fixed: float
     per_position: float
     wide: float
+    knee: float
 
 
 class CostModel:
     """Learns the time of forward passes while serving, and chooses the length of drafts from it.
 
-    A forward pass computes one position for each row and one for each draft token, including padding. On a CPU its time
-    is close to linear in the number of positions, except for a jump from one position per row to two, where
-    matrix-vector products become matrix products. On a GPU whose time does not depend on the number of positions, the
-    coefficients become about 0, and no draft is shortened.
+    A forward pass computes one position for each row and one for each draft token, including padding. Its time grows
+    little with the first positions, which are computed while the weights are read, and then in proportion to their
+    number. On a CPU it also jumps from one position per row to two, where matrix-vector products become matrix
+    products. On a GPU whose time does not depend on the number of positions, the coefficients become about 0, and no
+    draft is shortened.
 
     The estimate is a least-squares fit over recent passes with exponential forgetting, so it follows a change of load
     or context length within about fifty passes. A measured time that contradicts the estimate replaces it immediately.
@@ -56,7 +59,7 @@ class CostModel:
     def pass_time(self) -> PassTimeModel | None:
         """Return the estimated time of a forward pass; None until passes of different sizes have been measured."""
         costs = self._costs
-        return PassTimeModel(costs.fixed, costs.per_position, costs.wide) if costs.is_known else None
+        return PassTimeModel(costs.fixed, costs.per_position, costs.wide, costs.knee) if costs.is_known else None
 
     def seconds(self, num_positions: int, *, is_wide: bool = False) -> float:
         """Return the estimated seconds of a forward pass with ``num_positions`` positions; 0 if unknown.
@@ -83,7 +86,7 @@ class CostModel:
         observe_pass(self.address, num_positions, is_wide, num_tokens, seconds)
 
     def token_cost(self, num_rows: int) -> float:
-        """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
+        """Return the cost of each draft token if each row verifies one, in output tokens; 0 if it is unknown.
 
         The extra time of a forward pass that has any draft (``PassTimeModel.wide``) is considered by
         `num_steps_to_verify` only.

@@ -5,6 +5,7 @@ They take the address of a `PassCostRecord`, so that Python and the drafting ker
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Final
 
 import numpy as np
@@ -16,9 +17,19 @@ from ssd.jit.addresses import Float64, Int64, Int64s, Record, inlined, kernel, v
 Floats = npt.NDArray[np.float64]
 
 NUM_FEATURES: Final = 3
-"""The number of regression features of a forward pass: a constant 1, its number of positions, and whether it has
+"""The number of regression features of a forward pass: a constant 1, its `effective_positions`, and whether it has
 drafts.
 """
+KNEES: Final = (0.0, 8.0, 16.0, 32.0, 64.0)
+"""The knees that are tried, in positions, see `effective_positions`."""
+_MIN_IMPROVEMENT: Final = 0.8
+"""A knee other than 0 is used if its sum of squared errors is less than this multiple of that of knee 0.
+
+With a knee that is too large, long drafts seem too costly, and then no pass shows that they are not. With knee 0 they
+seem too cheap, and the next passes correct that.
+"""
+_CLOSE: Final = 1e-4
+"""The mean squared relative error of a fit below which a smaller one is not considered better."""
 
 _SINGULAR: Final = 1e-9
 """The smallest pivot, relative to the diagonal, with which the fit of pass times is solved.
@@ -34,31 +45,32 @@ def add_observation(moments: Floats, keep: float, features: tuple[float, float, 
     """Add the time of a forward pass to a least-squares problem, and multiply the weight of earlier passes by ``keep``.
 
     The new pass is weighted by 1 / seconds^2. Thus relative errors count, and long or interrupted passes do not
-    dominate. ``moments`` (float64[3, 4]) holds the weighted sums of products of two features and, in its last column,
-    of a feature and the seconds.
+    dominate. ``moments`` (float64[4, 4]) holds the weighted sums of products of two features; in its last row and
+    column, the seconds take the place of a feature.
     """
     weight = 1.0 / max(seconds, _NO_TIME) ** 2
-    for i in range(NUM_FEATURES):
-        for j in range(NUM_FEATURES):
-            moments[i, j] = keep * moments[i, j] + weight * features[i] * features[j]
-        moments[i, NUM_FEATURES] = keep * moments[i, NUM_FEATURES] + weight * features[i] * seconds
+    values = (features[0], features[1], features[2], seconds)
+    for i in range(NUM_FEATURES + 1):
+        for j in range(NUM_FEATURES + 1):
+            moments[i, j] = keep * moments[i, j] + weight * values[i] * values[j]
 
 
 @kernel
-def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
+def fit_nonnegative(moments: Floats) -> tuple[float, float, float, float]:
     """Solve the least-squares fit of forward-pass times that ``add_observation`` collects, with all coefficients >= 0.
+
+    Returns the three coefficients and the explained part of the sum of squares.
 
     The solution is exact: the problem is solved for every subset of the features, and the best solution without a
     negative coefficient is returned (Lawson & Hanson 1974, chapter 23). If features cannot be distinguished, the first
     ones are used.
     """
     rows, solution = np.empty((NUM_FEATURES, NUM_FEATURES + 1)), np.empty(NUM_FEATURES)
-    best = (0.0, 0.0, 0.0)
-    most = 0.0
+    best = (0.0, 0.0, 0.0, 0.0)
     for chosen in range(1, 1 << NUM_FEATURES):
         explained = _solve(moments, chosen, rows, solution)
-        if explained > most * (1.0 + _TIE):
-            most, best = explained, (solution[0], solution[1], solution[2])
+        if explained > best[3] * (1.0 + _TIE):
+            best = (solution[0], solution[1], solution[2], explained)
     return best
 
 
@@ -134,15 +146,15 @@ _PROBE_SHARE: Final = 0.01
 class PassCostRecord(Record):
     """The data from which the seconds of a forward pass are estimated, fitted to measured passes.
 
-    The estimate is ``fixed + per_position * positions``, plus ``wide`` if the pass has drafts. It is fitted to two
-    kinds of passes, without drafts (kind 0) and with drafts (kind 1). Each new pass lowers the weight of older passes
-    of the same kind, but not of the other kind.
+    The estimate is ``fixed + per_position * effective_positions(positions, knee)``, plus ``wide`` if the pass has
+    drafts. It is fitted to two kinds of passes, without drafts (kind 0) and with drafts (kind 1). Each new pass lowers
+    the weight of older passes of the same kind, but not of the other kind.
 
     A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
     estimate is corrected.
 
     Attributes:
-        recent: The least-squares moments of recent passes of each kind, see ``add_observation``.
+        recent: The least-squares moments of recent passes of each kind, for each of KNEES, see ``add_observation``.
         calibrated: The least-squares moments of the passes timed at start-up.
         weight: The weight of ``calibrated``, which falls with every later pass of the same kind.
         num_slow: The number of consecutive latest passes that took over _CONTRADICTION times their estimate.
@@ -157,10 +169,11 @@ class PassCostRecord(Record):
     fixed: Float64
     per_position: Float64
     wide: Float64
+    knee: Float64
     is_known: Int64
     num_observed: Int64
-    recent: Annotated[Floats, np.float64, (2, NUM_FEATURES, NUM_FEATURES + 1)]
-    calibrated: Annotated[Floats, np.float64, (2, NUM_FEATURES, NUM_FEATURES + 1)]
+    recent: Annotated[Floats, np.float64, (2, len(KNEES), NUM_FEATURES + 1, NUM_FEATURES + 1)]
+    calibrated: Annotated[Floats, np.float64, (2, len(KNEES), NUM_FEATURES + 1, NUM_FEATURES + 1)]
     weight: Annotated[Floats, np.float64, (2,)]
     num_slow: Annotated[Int64s, np.int64, (2,)]
     least_slow: Annotated[Floats, np.float64, (2,)]
@@ -176,36 +189,59 @@ costs_at = view_of(PassCostRecord)
 
 
 @inlined
+def effective_positions(num_positions: float, knee: float) -> float:
+    """Return the number of positions of a forward pass, reduced by the part that takes no additional time.
+
+    A pass reads all weights from memory and computes meanwhile. For few positions, computing takes less time than
+    reading, so a further position adds little time. Far beyond ``knee`` positions, each adds the same time. The result
+    is the hyperbola ``sqrt(n^2 + knee^2) - knee``; with a knee of 0 it is ``num_positions``.
+    """
+    return math.sqrt(num_positions * num_positions + knee * knee) - knee
+
+
+@inlined
 def _seconds(costs: PassCostRecord, num_positions: int, is_wide: bool) -> float:
-    return costs.fixed + costs.per_position * num_positions + costs.wide * is_wide
+    return costs.fixed + costs.per_position * effective_positions(num_positions, costs.knee) + costs.wide * is_wide
 
 
 @inlined
-def _features(num_positions: int, is_wide: bool) -> tuple[float, float, float]:
-    return 1.0, float(num_positions), 1.0 if is_wide else 0.0
+def _add_pass(moments: Floats, keep: float, num_positions: int, is_wide: bool, seconds: float) -> None:
+    """Add the time of a forward pass to the moments for each of KNEES, float64[knees, 4, 4]."""
+    for i in range(len(KNEES)):
+        features = 1.0, effective_positions(num_positions, KNEES[i]), 1.0 if is_wide else 0.0
+        add_observation(moments[i], keep, features, seconds)
 
 
-@inlined
+@kernel
 def _fit(costs: PassCostRecord) -> None:
-    moments = np.zeros((NUM_FEATURES, NUM_FEATURES + 1))
-    for kind in range(2):
-        for i in range(NUM_FEATURES):
-            for j in range(NUM_FEATURES + 1):
-                moments[i, j] += costs.recent[kind, i, j] + costs.weight[kind] * costs.calibrated[kind, i, j]
-    passes, positions, wide, seconds = moments[0, 0], moments[0, 1], moments[0, 2], moments[0, 3]
-    if passes * moments[1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
-        costs.fixed, costs.per_position, costs.wide = fit_nonnegative(moments)
+    """Fit the estimate, with the best of KNEES, to the recent passes and to those timed at start-up."""
+    moments = costs.recent[0] + costs.weight[0] * costs.calibrated[0]
+    moments += costs.recent[1] + costs.weight[1] * costs.calibrated[1]
+    passes, positions = moments[0, 0, 0], moments[0, 0, 1]
+    if passes * moments[0, 1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
+        best, least, knee = (0.0, 0.0, 0.0, 0.0), math.inf, 0.0
+        for i in range(len(KNEES)):
+            found = fit_nonnegative(moments[i])
+            everything = moments[i, NUM_FEATURES, NUM_FEATURES]
+            error = max(everything - found[3], _CLOSE * everything)
+            if KNEES[i] == 0.0:
+                error *= _MIN_IMPROVEMENT
+            if error < least:
+                best, least, knee = found, error, KNEES[i]
+        costs.fixed, costs.per_position, costs.wide, costs.knee = best[0], best[1], best[2], knee
         costs.is_known = 1
     else:  # keep the time of a position, as far as it agrees with the passes
-        costs.per_position = min(costs.per_position, seconds / positions)
-        costs.fixed = max(0.0, (seconds - costs.per_position * positions - costs.wide * wide) / passes)
+        for i in range(len(KNEES)):
+            if KNEES[i] == costs.knee:
+                loads, wide, seconds = moments[i, 0, 1], moments[i, 0, 2], moments[i, 0, NUM_FEATURES]
+                costs.per_position = min(costs.per_position, seconds / loads)
+                costs.fixed = max(0.0, (seconds - costs.per_position * loads - costs.wide * wide) / passes)
 
 
 @kernel
 def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: float) -> None:
     """Record the time of a forward pass that was measured at start-up."""
-    moments = costs_at(address).calibrated[1 if is_wide else 0]
-    add_observation(moments, 1.0, _features(num_positions, is_wide), seconds)
+    _add_pass(costs_at(address).calibrated[1 if is_wide else 0], 1.0, num_positions, is_wide, seconds)
 
 
 @kernel
@@ -215,14 +251,14 @@ def start_serving(address: int) -> None:
     The first draft that the cost estimate would withhold is verified nevertheless, to check the estimate.
     """
     costs = costs_at(address)
-    costs.recent[:, :, :] = 0.0
+    costs.recent[:] = 0.0
     costs.weight[:] = 1.0
     costs.num_slow[:] = 0
     costs.since_probe = costs.probe_pause = MIN_PROBE_PAUSE
     costs.is_probing = costs.num_withheld = 0
     costs.probe_cost = 0.0
     costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
-    if costs.calibrated[0, 0, 0] + costs.calibrated[1, 0, 0] > 0.0:
+    if costs.calibrated[0, 0, 0, 0] + costs.calibrated[1, 0, 0, 0] > 0.0:
         _fit(costs)
 
 
@@ -246,8 +282,8 @@ def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected
         costs.num_slow[kind] = 0
         return seconds
     costs.num_slow[kind] = 0
-    costs.recent[kind, :, :] = 0.0
-    costs.calibrated[kind, :, :] = 0.0
+    costs.recent[kind] = 0.0
+    costs.calibrated[kind] = 0.0
     return seconds
 
 
@@ -283,7 +319,7 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
         if seconds < 0.0:
             return
     add_pass(costs.rate, num_tokens, seconds)
-    add_observation(costs.recent[kind], FORGETTING, _features(num_positions, is_wide), seconds)
+    _add_pass(costs.recent[kind], FORGETTING, num_positions, is_wide, seconds)
     costs.weight[kind] = max(_LEAST_WEIGHT, _CALIBRATED_FORGETTING * costs.weight[kind])
     costs.num_observed += 1
     if costs.is_known or costs.num_observed >= _MIN_PASSES:
@@ -298,13 +334,14 @@ def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
 
 @kernel
 def draft_token_cost(address: int, num_rows: int) -> float:
-    """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
+    """Return the cost of each draft token if each row verifies one, in output tokens; 0 if it is unknown.
 
     If it is time for a probe, i.e. a draft that is verified only to check the cost estimate, the result is at most
     MIN_PROBE_GAIN, because drafters would otherwise draft nothing.
     """
     costs = costs_at(address)
-    cost = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
+    without, more = _seconds(costs, num_rows, False), max(1, num_rows)
+    cost = cost_in_tokens(costs.rate, num_rows, without, (_seconds(costs, num_rows + more, False) - without) / more)
     return min(cost, MIN_PROBE_GAIN) if costs.since_probe >= costs.probe_pause else cost
 
 

@@ -45,11 +45,17 @@ def combined_rate(
     return (tokens + recent[0]) / (seconds[sum(lengths)] + recent[1])
 
 
+def effective_positions(num_positions: Floats | float, knee: float) -> Floats | float:
+    """How many of the positions take time beside the reading of the weights."""
+    loads: Floats | float = np.hypot(num_positions, knee) - knee
+    return loads
+
+
 class SlowRowPrices:
     """Twin of `CostModel` and ``cut_drafts`` for a batch without padding: it keeps every pass it was ever told of."""
 
     def __init__(self) -> None:
-        self.fixed = self.per_position = self.wide = 0.0
+        self.fixed = self.per_position = self.wide = self.knee = 0.0
         self.is_known = False
         self.counted: list[tuple[int, float]] = []  # tokens and seconds of the passes that count for the rate
         self.kinds: dict[bool, list[tuple[int, float]]] = {
@@ -94,7 +100,7 @@ class SlowRowPrices:
         self.pause, self.lost = max(64, int(min(lost, self.lost, 1e4) / 0.01)), lost
 
     def fit(self) -> None:
-        """The line through all passes that count."""
+        """The curve through all passes that count."""
         positions = np.array([each[0] for kind in self.kinds.values() for each in kind], np.float64)
         took = np.array([each[1] for kind in self.kinds.values() for each in kind])
         wide = np.repeat([0.0, 1.0], [len(kind) for kind in self.kinds.values()])
@@ -103,17 +109,26 @@ class SlowRowPrices:
             return
         mean, seconds = float(np.average(positions, weights=weights)), float(np.average(took, weights=weights))
         if np.average((positions - mean) ** 2, weights=weights) >= 0.05:
-            features = np.stack([np.ones_like(positions), positions, wide], axis=1)
-            self.fixed, self.per_position, self.wide = map(float, fit_nonnegative(features, took, weights))
+            found: dict[float, tuple[float, Floats]] = {}
+            for knee in (0.0, 8.0, 16.0, 32.0, 64.0):
+                features = np.stack([np.ones_like(positions), effective_positions(positions, knee), wide], axis=1)
+                line = fit_nonnegative(features, took, weights)
+                error = max(squared_error(line, features, took, weights), 1e-4 * float(weights @ took**2))
+                found[knee] = error, line
+            best = min(found, key=lambda knee: found[knee][0])
+            self.knee = best if found[best][0] < 0.8 * found[0.0][0] else 0.0
+            self.fixed, self.per_position, self.wide = map(float, found[self.knee][1])
             self.is_known = True
         else:
-            self.per_position = min(self.per_position, seconds / mean)
+            loads = float(np.average(effective_positions(positions, self.knee), weights=weights))
+            self.per_position = min(self.per_position, seconds / loads)
             share = float(np.average(wide, weights=weights))
-            self.fixed = max(0.0, seconds - self.per_position * mean - self.wide * share)
+            self.fixed = max(0.0, seconds - self.per_position * loads - self.wide * share)
 
     def seconds(self, num_positions: int, is_wide: bool) -> float:
         """Of a pass."""
-        return self.fixed + self.per_position * num_positions + self.wide * is_wide
+        positions = float(effective_positions(num_positions, self.knee))
+        return self.fixed + self.per_position * positions + self.wide * is_wide
 
     def recent(self) -> tuple[float, float]:
         """Tokens and seconds of an average step of late."""
@@ -125,7 +140,9 @@ class SlowRowPrices:
     def price(self, num_rows: int) -> float:
         """Of a drafted token, in output tokens; 0 while it is not known."""
         tokens, seconds = self.recent()
-        price = self.per_position * (num_rows + tokens) / max(self.seconds(num_rows, False) + seconds, 1e-9)
+        num_more = max(1, num_rows)
+        more = (self.seconds(num_rows + num_more, False) - self.seconds(num_rows, False)) / num_more
+        price = more * (num_rows + tokens) / max(self.seconds(num_rows, False) + seconds, 1e-9)
         return min(price, 0.5) if self.since_probe >= self.pause else price
 
     def sizes(self, probabilities: Sequence[Sequence[float]]) -> list[int]:
