@@ -8,6 +8,7 @@ including sampling noise, differ by less than ``TIE_MARGIN``. `is_near_tie` deci
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -266,14 +267,21 @@ def is_near_tie(
     want: Sequence[int],
     margin: float = TIE_MARGIN,
 ) -> bool:
-    """Return whether two outputs first differ at a near-tie: the two best scores differ by less than ``margin``.
+    """Return whether two outputs first differ at a near-tie: the two best scores differ by less than ``margin``."""
+    return gap_at_difference(target, prompt, params, got, want) < margin
+
+
+def gap_at_difference(
+    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+) -> float:
+    """Return by how much the two best scores differ where two outputs first differ; infinity if one output is longer.
 
     The scores are recomputed after the prompt and the common tokens. They include the sampling noise; for requests
     without a seed, it is the noise of `run`.
     """
     place = first_difference(got, want)
     if place is None or place >= min(len(got), len(want)):
-        return False
+        return math.inf
     context = [*prompt, *want[:place]]
     target.rollback(0, 0)
     logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
@@ -284,7 +292,7 @@ def is_near_tie(
         drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
         scores = truncated_scores(logits, [params]).double() + drawn
     best = torch.topk(scores[0], 2).values
-    return float(best[0] - best[1]) < margin
+    return float(best[0] - best[1])
 
 
 def _noise_of(params: SamplingParams) -> SequenceNoise:

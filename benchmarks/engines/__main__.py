@@ -6,9 +6,9 @@ SSD's default drafter), and with drafts again, when the drafters have stored the
 prefill of 512-token prompts, after which one token is generated. An idle engine uses no CPU time.
 
 Ratios compare the two engines within one round. SSD's outputs with drafts must equal those without. vLLM's outputs are
-compared with SSD's: a different token must be a near-tie, which means that the two best scores differ by less than
-rounding errors can explain. Prints a table; the last line of stdout is one JSON object. The exit status is 1 if outputs
-differ.
+compared with SSD's: a different token must be a near-tie, which means that the two best scores differ by less than the
+rounding errors of two engines can explain. Prints a table; the last line of stdout is one JSON object. The exit status
+is 1 if outputs differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.exactness import TIE_MARGIN, is_near_tie
+from benchmarks.exactness import TIE_MARGIN, gap_at_difference
 from benchmarks.models import load, settle
 from benchmarks.run import ENGINE, SPREAD, Option, Run, describe, in_turn, spread
 from benchmarks.steps import weight_bytes
@@ -39,7 +39,12 @@ from ssd.text.codec import TextCodec
 
 _PREFILL = 512
 _WAIT_S = 0.5  # threads of OpenMP wait for work in a loop for 0.2 s
-_TIES = {"float32": TIE_MARGIN, "bfloat16": 0.25}  # from 16 on, numbers in bfloat16 are 1/8 apart
+_TIES = {"float32": TIE_MARGIN, "bfloat16": 0.5}
+"""The difference of the two best scores below which two engines may choose different tokens.
+
+In bfloat16, the difference deviates from that in float32 by 0.05 (median), 0.24 (99th percentile) and at most 0.49, on
+2,215 tokens of code with Gemma 3 270M; scores there are 1/16 apart. Both engines have such deviations.
+"""
 
 Prompts = Sequence[Sequence[int]]
 Complete = Callable[[Prompts, int], tuple[list[list[int]], float]]
@@ -188,14 +193,14 @@ def _report(
     wanted = next(iter(measured.values())).outputs["ssd"]
     for what, each in measured.items():
         mismatches = sum(got != want for got, want in zip(each.outputs["ssd"], wanted, strict=True))
-        num_ties = 0
-        for prompt, got, want in zip(prompts, each.outputs["vllm"], wanted, strict=True):
-            if got != want:
-                tie = is_near_tie(target, prompt, SamplingParams(temperature=0.0), got, want, _TIES[dtype])
-                num_ties += tie
-                mismatches += not tie
-        row = {"dtype": dtype, "batch": batch, "what": what, **each.row()}
-        this.row({**row, "ties": num_ties, "mismatches": mismatches})
+        gaps = [
+            gap_at_difference(target, prompt, SamplingParams(temperature=0.0), got, want)
+            for prompt, got, want in zip(prompts, each.outputs["vllm"], wanted, strict=True)
+            if got != want
+        ]
+        num_ties = sum(gap < _TIES[dtype] for gap in gaps)
+        row = {"dtype": dtype, "batch": batch, "what": what, **each.row(), "ties": num_ties}
+        this.row({**row, "gaps": sorted(gaps), "mismatches": mismatches + len(gaps) - num_ties})
 
 
 def _prompts(codec: TextCodec, texts: Iterator[str], batch: int, args: Any) -> list[list[int]]:
