@@ -106,7 +106,7 @@ def readme_figures() -> dict[str, list[float]]:
     inside = {row["batch"]: row["against_suffix"][0] for row in results("vllm")["rows"] if row["method"] == "ssd"}
     memory, again = results("vllm-memory")["parameters"], "A, after a restart"
     after = {
-        (row["drafter"], row["memory"]): row["against_none"][0]
+        (row["stream"], row["drafter"], row["memory"]): row["against_none"][0]
         for row in results("vllm-memory")["rows"]
         if row["half"] == "A"
     }
@@ -129,10 +129,13 @@ def readme_figures() -> dict[str, list[float]]:
         "greedy requests, sent a second time (synthetic": [synthetic["repeated_requests"]["speedup_second"]],
         "inside vLLM (V1 runner), the same": [
             memory["batch"],
-            after["SSD in vLLM", "empty"],
-            after["SSD in vLLM", again],
+            after["mixed", "SSD in vLLM", "empty"],
+            after["mixed", "SSD in vLLM", again],
         ],
-        "the same with vLLM's suffix decoding": [after["vLLM suffix", "empty"]],
+        "the same with vLLM's suffix decoding": [after["mixed", "vLLM suffix", "empty"]],
+        "inside vLLM, recorded prompts": [
+            after[stream, "SSD in vLLM", filled] for filled in ("empty", again) for stream in ("sql", "agent_tools")
+        ],
         "inside vLLM in one process": [inside[1], inside[4], inside[8]],
         "next to vLLM (compiled)": beside["float32", "no speculation"],
         "next to vLLM with suffix": beside["float32", "drafts, first time"] + beside["float32", "drafts, again"],
