@@ -110,14 +110,11 @@ def readme_figures() -> dict[str, list[float]]:
         for row in results("vllm-memory")["rows"]
         if row["half"] == "A"
     }
-    beside = {
-        (row["dtype"], row["what"]): [
-            other["ratio"][0]
-            for other in results("engines-gemma")["rows"]
-            if (other["dtype"], other["what"]) == (row["dtype"], row["what"])
-        ]
-        for row in results("engines-gemma")["rows"]
-    }
+
+    def beside(dtype: str, *kinds: str) -> list[float]:
+        rows = results("engines-gemma")["rows"]
+        return [row["ratio"][0] for kind in kinds for row in rows if (row["dtype"], row["what"]) == (dtype, kind)]
+
     (synthetic,) = results("gpu_check")["repeats"]["results"]
     return {
         "59 % new requests": [*shares, bundled["parameters"]["requests"], *rows["bundled", "mixed", "greedy"]],
@@ -137,9 +134,9 @@ def readme_figures() -> dict[str, list[float]]:
             after[stream, "SSD in vLLM", filled] for filled in ("empty", again) for stream in ("sql", "agent_tools")
         ],
         "inside vLLM in one process": [inside[1], inside[4], inside[8]],
-        "next to vLLM (compiled)": beside["float32", "no speculation"],
-        "next to vLLM with suffix": beside["float32", "drafts, first time"] + beside["float32", "drafts, again"],
-        "the same in bfloat16": beside["bfloat16", "drafts, first time"] + beside["bfloat16", "drafts, again"],
+        "next to vLLM (compiled)": beside("float32", "no speculation"),
+        "next to vLLM with suffix": beside("float32", "drafts, first time", "drafts, again"),
+        "the same in bfloat16": beside("bfloat16", "drafts, first time", "drafts, again"),
     }
 
 

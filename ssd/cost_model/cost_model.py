@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.cost_model.pass_costs import (
+    KNEES,
     PassCostRecord,
     calibrate_pass,
     draft_token_cost,
@@ -59,7 +60,11 @@ class CostModel:
     def pass_time(self) -> PassTimeModel | None:
         """Return the estimated time of a forward pass; None until passes of different sizes have been measured."""
         costs = self._costs
-        return PassTimeModel(costs.fixed, costs.per_position, costs.wide, costs.knee) if costs.is_known else None
+        return (
+            PassTimeModel(costs.fixed, costs.per_position, costs.wide, KNEES[costs.knee_index])
+            if costs.is_known
+            else None
+        )
 
     def seconds(self, num_positions: int, *, is_wide: bool = False) -> float:
         """Return the estimated seconds of a forward pass with ``num_positions`` positions; 0 if unknown.

@@ -147,8 +147,8 @@ class PassCostRecord(Record):
     """The data from which the seconds of a forward pass are estimated, fitted to measured passes.
 
     The estimate is ``fixed + per_position * effective_positions(positions, knee)``, plus ``wide`` if the pass has
-    drafts. It is fitted to two kinds of passes, without drafts (kind 0) and with drafts (kind 1). Each new pass lowers
-    the weight of older passes of the same kind, but not of the other kind.
+    drafts; the knee is ``KNEES[knee_index]``. It is fitted to two kinds of passes, without drafts (kind 0) and with
+    drafts (kind 1). Each new pass lowers the weight of older passes of the same kind, but not of the other kind.
 
     A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
     estimate is corrected.
@@ -169,7 +169,7 @@ class PassCostRecord(Record):
     fixed: Float64
     per_position: Float64
     wide: Float64
-    knee: Float64
+    knee_index: Int64
     is_known: Int64
     num_observed: Int64
     recent: Annotated[Floats, np.float64, (2, len(KNEES), NUM_FEATURES + 1, NUM_FEATURES + 1)]
@@ -201,7 +201,11 @@ def effective_positions(num_positions: float, knee: float) -> float:
 
 @inlined
 def _seconds(costs: PassCostRecord, num_positions: int, is_wide: bool) -> float:
-    return costs.fixed + costs.per_position * effective_positions(num_positions, costs.knee) + costs.wide * is_wide
+    return (
+        costs.fixed
+        + costs.per_position * effective_positions(num_positions, KNEES[costs.knee_index])
+        + costs.wide * is_wide
+    )
 
 
 @inlined
@@ -219,23 +223,22 @@ def _fit(costs: PassCostRecord) -> None:
     moments += costs.recent[1] + costs.weight[1] * costs.calibrated[1]
     passes, positions = moments[0, 0, 0], moments[0, 0, 1]
     if passes * moments[0, 1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
-        best, least, knee = (0.0, 0.0, 0.0, 0.0), math.inf, 0.0
+        best, least = (0.0, 0.0, 0.0, 0.0), math.inf
+        everything = moments[0, NUM_FEATURES, NUM_FEATURES]
         for i in range(len(KNEES)):
             found = fit_nonnegative(moments[i])
-            everything = moments[i, NUM_FEATURES, NUM_FEATURES]
             error = max(everything - found[3], _CLOSE * everything)
             if KNEES[i] == 0.0:
                 error *= _MIN_IMPROVEMENT
             if error < least:
-                best, least, knee = found, error, KNEES[i]
-        costs.fixed, costs.per_position, costs.wide, costs.knee = best[0], best[1], best[2], knee
+                best, least, costs.knee_index = found, error, i
+        costs.fixed, costs.per_position, costs.wide = best[0], best[1], best[2]
         costs.is_known = 1
     else:  # keep the time of a position, as far as it agrees with the passes
-        for i in range(len(KNEES)):
-            if KNEES[i] == costs.knee:
-                loads, wide, seconds = moments[i, 0, 1], moments[i, 0, 2], moments[i, 0, NUM_FEATURES]
-                costs.per_position = min(costs.per_position, seconds / loads)
-                costs.fixed = max(0.0, (seconds - costs.per_position * loads - costs.wide * wide) / passes)
+        sums = moments[costs.knee_index, 0]
+        effective, wide, seconds = sums[1], sums[2], sums[NUM_FEATURES]
+        costs.per_position = min(costs.per_position, seconds / effective)
+        costs.fixed = max(0.0, (seconds - costs.per_position * effective - costs.wide * wide) / passes)
 
 
 @kernel

@@ -47,8 +47,8 @@ def combined_rate(
 
 def effective_positions(num_positions: Floats | float, knee: float) -> Floats | float:
     """How many of the positions take time beside the reading of the weights."""
-    loads: Floats | float = np.hypot(num_positions, knee) - knee
-    return loads
+    effective: Floats | float = np.hypot(num_positions, knee) - knee
+    return effective
 
 
 class SlowRowPrices:
@@ -120,10 +120,10 @@ class SlowRowPrices:
             self.fixed, self.per_position, self.wide = map(float, found[self.knee][1])
             self.is_known = True
         else:
-            loads = float(np.average(effective_positions(positions, self.knee), weights=weights))
-            self.per_position = min(self.per_position, seconds / loads)
+            effective = float(np.average(effective_positions(positions, self.knee), weights=weights))
+            self.per_position = min(self.per_position, seconds / effective)
             share = float(np.average(wide, weights=weights))
-            self.fixed = max(0.0, seconds - self.per_position * loads - self.wide * share)
+            self.fixed = max(0.0, seconds - self.per_position * effective - self.wide * share)
 
     def seconds(self, num_positions: int, is_wide: bool) -> float:
         """Of a pass."""
