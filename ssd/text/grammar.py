@@ -37,7 +37,7 @@ costly. Costly masks are computed one at a time, because several at once would s
 
 _YIELDS = 4  # in multiples of its own time, a costly mask lets shorter ones go first
 _MAX_REMEMBERED = 1024
-_QUICK_S = 1e-4  # a faster mask adds next to nothing to a grammar's automaton
+_QUICK_S = 2e-5  # a faster mask adds next to nothing to a grammar's automaton, on a fast processor too
 _MAX_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
 
 
