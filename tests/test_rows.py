@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, Tokens
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, TokenRows, Tokens
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT
 from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.snapshot import Snapshot
@@ -47,16 +47,30 @@ def said(lengths: list[int], sampled: list[list[int]]) -> Tokens:
     return words
 
 
-def drafted(drafter: BatchDrafter, wanted: list[bool], snapshot: Snapshot, seconds: float = 0.0) -> list[list[int]]:
+def engine_rows(texts: list[list[int]]) -> TokenRows:
+    """An engine's arrays with these texts, and other tokens behind them."""
+    tokens = np.full((len(texts) + 1, WIDTH), 11, np.int32)
+    for row, text in zip(tokens, texts, strict=False):
+        row[: len(text)] = text
+    return TokenRows(tokens, np.array([*map(len, texts), 0], np.int32))
+
+
+def drafted(
+    drafter: BatchDrafter,
+    wanted: list[bool],
+    snapshot: Snapshot,
+    seconds: float = 0.0,
+    source: TokenRows | None = None,
+) -> list[list[int]]:
     """What it drafts for the texts that are seated."""
     words = drafter.new_words(len(wanted) + 1)
-    drafter.draft(wanted, snapshot, words, LIMIT, seconds)
+    assert drafter.draft(wanted, snapshot, words, LIMIT, seconds, source) == []
     return [row[NUM_HEADER_WORDS : NUM_HEADER_WORDS + row[1]] for row in words[: len(wanted)].tolist()]
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**32), st.data())
-def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, data: st.DataObject) -> None:
+@given(st.integers(0, 2**32), st.booleans(), st.data())
+def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, reads_arrays: bool, data: st.DataObject) -> None:
     random = np.random.default_rng(seed)
     for cache in filled(random):
         fast, slow = BatchDrafter(longest=LIMIT, **SETTINGS), SlowRowDrafter(limit=LIMIT, **SETTINGS)
@@ -90,8 +104,12 @@ def test_drafts_are_those_of_the_twin_however_rows_move(seed: int, data: st.Data
                 sampled.append(new)
             seconds, snapshot = float(random.uniform(0.001, 0.01)), cache.snapshot()
             rows = [known[name] for name in names]
-            assert fast.append(rows, said([len(texts[name]) for name in names], sampled)) == []
-            got = drafted(fast, [bool(new) for new in sampled], snapshot, seconds)
+            if reads_arrays:
+                engine = engine_rows([texts[name] for name in names])
+                got = drafted(fast, [True] * len(names), snapshot, seconds, engine)
+            else:
+                assert fast.append(rows, said([len(texts[name]) for name in names], sampled)) == []
+                got = drafted(fast, [bool(new) for new in sampled], snapshot, seconds)
             prompts = [known[name].prompt_length for name in names]
             want = slow.draft(names, [texts[name] for name in names], prompts, [*map(len, sampled)], snapshot, seconds)
             assert got == want
@@ -108,6 +126,20 @@ def test_a_text_whose_tokens_are_missing_does_not_follow(drafter: BatchDrafter) 
     text.replace(np.array([1, 2, 4, 5] * 6 + [1, 2], np.int32), 1)
     assert (text.length, text.num_new) == (26, 1)
     assert drafter.append([text], np.array([[25, -1, 3]], np.int32)) == [0]
+
+
+def test_a_text_that_differs_from_the_engines_is_named_and_not_extended(drafter: BatchDrafter) -> None:
+    known = [1, 2, 4, 5] * 6
+    texts = [RowText(np.array(known, np.int32), 1, 26) for _ in range(4)]
+    drafter.assign([*texts, None])
+    source = engine_rows([[*known, 1], [*known[:-1], 6, 1], known[:-1], [*known, 1, 2, 4], known])
+    words = drafter.new_words(5)
+    assert drafter.draft([True] * 5, NO_SNAPSHOT, words, LIMIT, source=source) == [1, 2, 3], "other, shorter, no room"
+    assert [text.length for text in texts] == [25, 24, 24, 24] and texts[0].num_new == 1
+    assert words[:, 1].tolist()[1:] == [0, 0, 0, 0] and words[0, 1] > 0
+    texts[1].replace(source.tokens[1, :25], 1)
+    assert drafter.draft([True] * 5, NO_SNAPSHOT, words, LIMIT, source=source) == [2, 3]
+    assert words[:, 1].tolist() == [0] * 5, "nothing is new"
 
 
 def test_more_rows_than_there_was_room_for(drafter: BatchDrafter) -> None:

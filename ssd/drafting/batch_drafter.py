@@ -28,6 +28,7 @@ from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace
 from ssd.jit.addresses import (
     Address,
     Int64,
+    Int64s,
     Record,
     Records,
     address,
@@ -68,11 +69,21 @@ class RowTextRecord(Record):
     drafting: DraftRow
 
 
+class TokenRowsRecord(Record):
+    """An engine's arrays of a batch, see `TokenRows`, in the form that numba kernels read: addresses and sizes."""
+
+    tokens: Address
+    lengths: Address
+    num_rows: Int64
+    width: Int64
+
+
 class RowBatch(Record):
     """The rows of a batch and the counters of its drafter, in the form that numba kernels read.
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
+        source: The address of the `TokenRowsRecord` that texts are extended from; 0 for none.
         settings: The address of the `DraftBatch`.
         model: The address of the acceptance model.
         num_new: The number of tokens appended since the last drafting call.
@@ -84,6 +95,7 @@ class RowBatch(Record):
     """
 
     texts: Address
+    source: Address
     settings: Address
     model: Address
     max_length: Int64
@@ -95,7 +107,7 @@ class RowBatch(Record):
     num_draft_tokens: Int64
 
 
-_text_at, _batch_at = view_of(RowTextRecord), view_of(RowBatch)
+_text_at, _batch_at, _source_at = view_of(RowTextRecord), view_of(RowBatch), view_of(TokenRowsRecord)
 _DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 
 
@@ -145,10 +157,40 @@ def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, num_rows: int) -
 
 
 @kernel
+def _read_rows(batch: RowBatch, needs_draft: Int64s) -> int:
+    """Append to each text the tokens that the engine's array has behind it; return how many texts do not match it.
+
+    ``needs_draft``, int64[rows], becomes 0 for rows without new tokens, and -1 for texts that do not match.
+    """
+    source, num_rows, num_lost = _source_at(batch.source), len(needs_draft), 0
+    texts, lengths = int64_array(batch.texts, num_rows), int32_array(source.lengths, source.num_rows)
+    for row in range(num_rows):
+        if texts[row] == 0:
+            continue
+        text, length = _text_at(texts[row]), lengths[row]
+        tokens = int32_array(source.tokens + 4 * row * source.width, source.width)
+        known = int32_array(text.tokens, text.capacity)
+        fits = 0 < text.length <= length <= min(source.width, text.capacity)
+        if not fits or tokens[text.length - 1] != known[text.length - 1]:
+            needs_draft[row] = -1
+            num_lost += 1
+        elif length == text.length:
+            needs_draft[row] = 0
+        else:
+            known[text.length : length] = tokens[text.length : length]
+            text.num_new = length - text.length
+            text.length = length
+            batch.num_new += text.num_new
+    return num_lost
+
+
+@kernel
 def _draft_rows(
     batch_address: int, needs_draft_at: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
-) -> None:
+) -> int:
     """Draft for some rows, and shorten all drafts together for the best throughput.
+
+    If the batch has a ``source``, the texts are extended first; the return value is that of `_read_rows`, otherwise 0.
 
     ``needs_draft_at`` is the address of int64[rows]: whether to draft for each row. ``words_at`` is the address of
     int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length of its text, the size of its
@@ -158,9 +200,10 @@ def _draft_rows(
     batch = _batch_at(batch_address)
     settings, costs = draft_batch_at(batch.settings), draft_batch_at(batch.settings).costs
     texts, needs_draft = int64_array(batch.texts, num_rows), int64_array(needs_draft_at, num_rows)
+    num_lost = _read_rows(batch, needs_draft) if batch.source != 0 else 0
     rows, num_drafting = np.empty(num_rows, np.int64), 0
     for row in range(num_rows):
-        if texts[row] != 0 and needs_draft[row] != 0:
+        if texts[row] != 0 and needs_draft[row] > 0:
             rows[num_drafting] = texts[row] + _DRAFTING_AT
             num_drafting += 1
     if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
@@ -184,7 +227,7 @@ def _draft_rows(
     for row in range(num_rows):
         at = row * width
         words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
-        if texts[row] != 0 and needs_draft[row] != 0:
+        if texts[row] != 0 and needs_draft[row] > 0:
             draft = _text_at(texts[row]).drafting.draft
             words[at + 1] = draft.size
             for i in range(draft.size):
@@ -195,6 +238,7 @@ def _draft_rows(
     batch.num_proposals += num_drafting
     batch.num_draft_tokens += positions - num_rows
     batch.last_num_drafting, batch.last_positions = num_drafting, positions
+    return num_lost
 
 
 Tokens = npt.NDArray[np.int32]
@@ -240,6 +284,25 @@ class RowText:
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
+
+
+class TokenRows:
+    """The arrays in which an engine keeps the tokens of its batch. `BatchDrafter.draft` reads new tokens from them.
+
+    Attributes:
+        tokens: int32[rows, width], the tokens of each sequence.
+        lengths: int32[rows], the number of tokens of each sequence.
+    """
+
+    def __init__(self, tokens: Tokens, lengths: Tokens) -> None:
+        """Refer to the arrays without copying them; AssertionError if they are not C-contiguous int32 arrays."""
+        for array_ in (tokens, lengths):
+            assert array_.dtype == np.int32 and array_.flags.c_contiguous, "the engine's tokens are not int32 rows"
+        self.tokens, self.lengths = tokens, lengths
+        self._memory = Records(TokenRowsRecord)
+        self.address, record = self._memory.address, self._memory[0]
+        record.tokens, record.lengths = address(tokens), address(lengths)
+        record.num_rows, record.width = min(len(tokens), len(lengths)), tokens.shape[1]
 
 
 class BatchDrafter:
@@ -334,9 +397,18 @@ class BatchDrafter:
         return sizes.tolist()
 
     def draft(
-        self, needs_draft: Sequence[bool], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
-    ) -> None:
+        self,
+        needs_draft: Sequence[bool],
+        snapshot: Snapshot,
+        words: Tokens,
+        limit: int,
+        seconds: float = 0.0,
+        source: TokenRows | None = None,
+    ) -> list[int]:
         """Draft for the assigned rows that are marked in ``needs_draft``, and write the drafts to ``words``.
+
+        With ``source``, the texts are first extended by the new tokens in the engine's arrays, and rows without new
+        tokens get no draft. Returns the rows whose text does not match these arrays; they get no draft either.
 
         Args:
             needs_draft: Whether to draft for each row.
@@ -345,15 +417,19 @@ class BatchDrafter:
                 the draft tokens and, from NUM_HEADER_WORDS + longest on, their acceptance probabilities as float32.
             limit: The maximum number of draft tokens per row.
             seconds: The time since the last call returned, from which the cost of a step is learned.
+            source: The engine's arrays; None if the texts are up to date.
         """
         count = self._num_rows
         assert count == len(needs_draft) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
         marks = array("q", needs_draft)
         self._workspace.reserve(snapshot)
         self._settings.limit = min(limit, self.longest)
-        _draft_rows(
+        assert source is None or count <= len(source.lengths)
+        self._batch.source = 0 if source is None else source.address
+        num_lost = _draft_rows(
             self._memory.address, address(marks), snapshot.address, count, seconds, address(words), self.longest
         )
+        return [row for row, mark in enumerate(marks) if mark < 0] if num_lost else []
 
     def clear(self) -> None:
         """Remove the texts of all rows, because their sequences have ended."""

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import CacheConfig, DraftConfig
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, TokenRows
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
@@ -108,6 +108,7 @@ class RetrievalCache:
         self._vocab_size, self._draft = vocab_size, draft
         self._tree_drafter: SuffixDrafter | None = None  # created when a tree is drafted for the first time
         self.num_stored = 0
+        self.unmatched_rows: list[int] = []  # the rows of the last step whose text does not match the engine's arrays
         self._assigned: list[str] | None = None  # the ids of the drafter's rows
         self._step_began_s = self._step_s = 0.0
         with ExitStack() as opening:
@@ -163,7 +164,11 @@ class RetrievalCache:
         return self.drafter.extend(token_ids)
 
     def speculate(
-        self, request_ids: Sequence[str], limit: int | None = None, needs_draft: Sequence[bool] | None = None
+        self,
+        request_ids: Sequence[str],
+        limit: int | None = None,
+        needs_draft: Sequence[bool] | None = None,
+        source: TokenRows | None = None,
     ) -> list[list[int]]:
         """Draft the next tokens of each request; a draft is empty if verifying one is not expected to save time.
 
@@ -175,15 +180,20 @@ class RetrievalCache:
             request_ids: The requests of the next decoding step. Requests that were not started get empty drafts.
             limit: The maximum number of tokens per draft (default: ``draft.num_speculative_tokens``).
             needs_draft: Whether to draft for each request (default: for all).
+            source: The engine's own arrays of tokens, from which the texts are extended first, instead of by
+                ``extend``. Requests without new tokens get empty drafts, and so do those in ``unmatched_rows``.
         """
+        if source is not None:
+            self._step_s = time.perf_counter() - self._step_began_s
         self._assign(request_ids)
         count, longest = len(request_ids), self.drafter.longest
-        self.drafter.draft(
+        self.unmatched_rows = self.drafter.draft(
             [True] * count if needs_draft is None else needs_draft,
             self.cache.snapshot(),
             self._words,
             longest if limit is None else min(limit, longest),
             self._step_s,
+            source,
         )
         self._step_s, self._step_began_s = 0.0, time.perf_counter()
         words, width = self._flat_words, self._words.shape[1]

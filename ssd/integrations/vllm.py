@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssd.drafting.batch_drafter import TokenRows
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm_core import VllmCache, VllmDrafter, VllmRequest, stop_rules_of
@@ -44,6 +45,7 @@ class SuffixProposer(VllmDrafter):
     def __init__(self, vllm_config: Any) -> None:
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
         self._row_ids: list[str] | None = None  # the requests of the last step
+        self._source: TokenRows | None = None  # vLLM's arrays of tokens
         self._longest: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
         self._limit = self._longest  # the draft limit of this step
         super().__init__(vllm_config, longest=self._longest)
@@ -104,16 +106,16 @@ class SuffixProposer(VllmDrafter):
         self, core: VllmCache, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
         count = min(len(sampled), len(batch.req_ids), len(lengths), len(batch.token_ids_cpu))
-        names, new = batch.req_ids[:count], sampled[:count]
+        names = batch.req_ids[:count]
         if names != self._row_ids:
-            self._start_requests(core, batch, names, [int(lengths[row]) - len(new[row]) for row in range(count)])
-        needs_draft = [len(each) > 0 and self._limit > 0 for each in new]
-        known, expected = core.extend(names, new), lengths[:count].tolist()
-        if known != expected:
-            for row, length in enumerate(expected):
-                if known[row] != length and not self._read_text(core, batch, row, length, len(new[row])):
-                    needs_draft[row] = False
-        return core.speculate(names, self._limit, needs_draft)
+            self._start_requests(core, batch, names, [int(lengths[row]) - len(sampled[row]) for row in range(count)])
+        source = self._source
+        if source is None or source.tokens is not batch.token_ids_cpu or source.lengths is not lengths:
+            self._source = source = TokenRows(batch.token_ids_cpu, lengths)
+        drafts = core.speculate(names, self._limit, [self._limit > 0] * count, source)
+        for row in core.unmatched_rows:
+            self._read_text(core, batch, row, int(lengths[row]), len(sampled[row]))
+        return drafts
 
     def _start_requests(self, core: VllmCache, batch: Any, names: list[str], lengths: Sequence[int]) -> None:
         """Register the new requests of vLLM's batch with the ``lengths[row]`` tokens that precede this step."""
@@ -127,16 +129,11 @@ class SuffixProposer(VllmDrafter):
                 core.start(name, batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row]))
         self._row_ids = names
 
-    def _read_text(self, core: VllmCache, batch: Any, row: int, length: int, num_new: int) -> bool:
-        """Copy a request's text from vLLM's batch, because the drafter has missed some steps.
-
-        Returns False if the request is unknown or vLLM's batch does not contain the whole text.
-        """
+    def _read_text(self, core: VllmCache, batch: Any, row: int, length: int, num_new: int) -> None:
+        """Copy a request's text from vLLM's batch, because the text is not a continuation of the known one."""
         text = core.texts.get(batch.req_ids[row])
-        if text is None or not num_new <= length <= batch.token_ids_cpu.shape[1]:
-            return False
-        text.replace(batch.token_ids_cpu[row, :length], num_new)
-        return True
+        if text is not None and num_new <= length <= batch.token_ids_cpu.shape[1]:
+            text.replace(batch.token_ids_cpu[row, :length], num_new)
 
 
 def _append_missing(request: VllmRequest, state: Any) -> None:
