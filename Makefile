@@ -177,6 +177,8 @@ bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
 	$(BIN)/python -m benchmarks.vllm.memory --streams mixed $(if $(SSD_TRACES),sql agent_tools) \
 		--out benchmarks/results/vllm-memory.json
+	$(BIN)/python -m benchmarks.vllm.memory --runner v2 --requests 40 --rounds 1 \
+		--out benchmarks/results/vllm-memory-v2.json
 	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
 		--out benchmarks/results/vllm-runners.json
 	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py

@@ -53,6 +53,7 @@ SECTIONS: Final = {
     "docs/concepts/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
     "docs/guides/vllm.md": {
         "vllm-memory": ("vllm.memory", "vllm-memory"),
+        "vllm-memory-v2": ("vllm.memory", "vllm-memory-v2"),
         "vllm": ("vllm", "vllm"),
         "vllm-runners": ("vllm", "vllm-runners"),
     },

