@@ -123,6 +123,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.evaluate --save-cost benchmarks/results/verify-cost.json \
 		--out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json
+	$(BIN)/python -m benchmarks.limits --out benchmarks/results/limits.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
 	$(BIN)/python -m benchmarks.contenders --question overhead --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.contenders --out benchmarks/results/sources.json
@@ -228,6 +229,7 @@ bench-real: $(READY) real-model
 		--requests 40 --window 2 --repeated 8 --out benchmarks/results/growth-gemma.json
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
 		--out benchmarks/results/decode-gemma.json
+	$(BIN)/python -m benchmarks.limits --model $(REAL_MODEL) --out benchmarks/results/limits-gemma.json
 	$(BIN)/python -m benchmarks.contenders --question overhead --model $(REAL_MODEL) --batch 1 4 --rounds 12 \
 		--out benchmarks/results/overhead-gemma.json
 	$(BIN)/python -m benchmarks.report

@@ -91,6 +91,11 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
         ("--tokens", "60000", "--static", "40000", "--seconds", "1"),
         lambda f: f["freshness_ms_p99"] > 0,
     ),
+    (
+        "limits",
+        ("--batch", "2", "--draft", "0", "3", "--context", "16", "--passes", "1", "--rounds", "1"),
+        lambda f: f["rows"][1]["speed_ups"] == sorted(f["rows"][1]["speed_ups"]),
+    ),
     ("http", ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream"), rows(2)),
 )
 

@@ -59,10 +59,12 @@ def logits(draw: st.DrawFn) -> torch.Tensor:
 
 
 @settings(deadline=None)
-@given(logits(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_greedy_tokens_are_those_of_torch(made: torch.Tensor, dtype: torch.dtype) -> None:
-    """With ties, NaN, infinities and both zeros."""
+@given(logits(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans())
+def test_greedy_tokens_are_those_of_torch(made: torch.Tensor, dtype: torch.dtype, is_wide: bool) -> None:
+    """With ties, NaN, infinities and both zeros, in one block of the search and in several."""
     made = torch.where(made == 1, -0.0, made).to(dtype)
+    if is_wide:
+        made = made.repeat(1, 1, 1 + 70_000 // made.shape[-1])
     assert greedy_tokens(made).tolist() == made.argmax(-1).tolist()
 
 

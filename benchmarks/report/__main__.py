@@ -41,6 +41,7 @@ SECTIONS: Final = {
         "growth": ("growth", "growth growth-gemma"),
         "engine": ("decode", "decode decode-gemma"),
         "engines": ("engines", "engines-gemma"),
+        "limits": ("limits", "limits limits-gemma"),
         "overhead": ("contenders", "overhead overhead-gemma"),
         "sources": ("contenders", "sources sources-gemma"),
         "mechanisms": ("contenders", "mechanisms"),

@@ -252,7 +252,7 @@ class CpuLayer(FlatLayer):
         return read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
 
 
-_PLACE_WORK: Final = 8  # the cost of rotating or storing one number, in multiplications
+_PLACE_WORK: Final = 48  # the cost of rotating or storing one number, in multiplications
 _NUMBERS: Final = 23  # the number of integer arguments of `_rotate_and_store`
 
 

@@ -17,6 +17,7 @@ from ssd.drafting.noise import GAMMA, MIX_1, MIX_2, UInt64
 from ssd.drafting.token_recycling import TOP_K
 from ssd.errors import first_line
 from ssd.jit.addresses import Int64s, TokenIds, inlined, kernel
+from ssd.model.cpu.cpu_argmax import cpu_argmax
 from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE, choose_rows
 
 log = logging.getLogger(__name__)
@@ -120,11 +121,11 @@ _AS_IT_IS = [SamplingParams()]
 def greedy_tokens(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     """Return the token with the highest logit, int64[...], for logits [..., V]; the first one if logits are equal.
 
-    NaN counts as the highest value. On a CPU this uses numpy, because torch's argmax is not vectorised for bfloat16 and
-    float16: it takes 0.9 ms for a vocabulary of 262,144 tokens.
+    NaN counts as the highest value.
     """
-    on_cpu = logits.device.type == "cpu"
-    best: npt.NDArray[np.int64] = logits.float().numpy().argmax(-1) if on_cpu else logits.argmax(-1).cpu().numpy()
+    if logits.device.type == "cpu":
+        return cpu_argmax(logits)
+    best: npt.NDArray[np.int64] = logits.argmax(-1).cpu().numpy()
     return best
 
 
