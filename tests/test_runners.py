@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
 from ssd.errors import ModelError
+from ssd.model.layers.hidden_states import FINAL
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import check_weights_fit
 from ssd.model.runners.select_runner import select_runner
@@ -24,6 +25,7 @@ from ssd.model.runners.sequential_runner import CheckpointRunner, FullContextRun
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import Target
 from tests.architectures import ARCHITECTURES, SLOTS, table
+from tests.heads import everything
 from tests.models import VOCAB, tiny_model
 
 # What transformers has to say about tiny settings, and about kernels that are not installed.
@@ -83,7 +85,7 @@ def test_what_slots_keep_is_what_reading_their_whole_text_again_gives(
 @given(
     actions=st.lists(
         st.tuples(
-            st.sampled_from(["delay", "delay", "forward", "both", "tree", "prefill", "rollback", "copy"]),
+            st.sampled_from(["delay", "delay", "forward", "both", "tree", "prefill", "rollback", "copy", "features"]),
             st.sampled_from([0, 1]),
             st.integers(1, 9),
             st.integers(0, 2**32 - 1),
@@ -94,8 +96,13 @@ def test_what_slots_keep_is_what_reading_their_whole_text_again_gives(
 )
 @settings(max_examples=25)
 def test_a_delayed_prefill_has_the_bits_of_one_computed_at_once(actions: Sequence[tuple[str, int, int, int]]) -> None:
-    """Whatever comes next: a pass over this slot, over others, a tree, a rollback, a copy."""
-    fast, slow = (open_target(_flat_model(), num_slots=2, max_length=128) for _ in range(2))
+    """Whatever comes next: a pass over this slot, over others, a tree, a rollback, a copy, a draft head."""
+    model = _flat_model()
+    tapped = everything((0, 1, FINAL), model.config.hidden_size)
+    fast, slow = (open_target(model, num_slots=2, max_length=128) for _ in range(2))
+    for target in (fast, slow):
+        assert isinstance(target, SlotRunner)
+        target.allocate_features(tapped)
     assert fast.can_delay_prefill
     for action, slot, number, seed in actions:
         tokens = np.random.default_rng(seed).integers(3, VOCAB, (2, number))
@@ -117,6 +124,10 @@ def test_a_delayed_prefill_has_the_bits_of_one_computed_at_once(actions: Sequenc
             for target in (fast, slow):
                 target.rollback(slot, 0)
                 target.copy_prefix(1 - slot, slot, target.length(1 - slot))
+        elif action == "features":
+            found, wanted = fast.features, slow.features
+            assert found is not None and wanted is not None
+            assert torch.equal(*(each[slot, 0, : slow.length(slot)] for each in (found, wanted)))
         else:
             slots = [0, 1] if action == "both" else [slot]
             parents = np.array([[-1, *[0] * (number - 1)]]) if action == "tree" else None

@@ -58,7 +58,6 @@ class Target(ABC):
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._prefill_options = {"logits_to_keep": 1} if has_argument(model, "logits_to_keep") else {}
-        self.features: torch.Tensor | None = None  # [num_slots, 1, length, size], if there is a draft head
         self.adapter_names: frozenset[str] = frozenset()  # the LoRA adapters that slots may use
         # The LoRA adapter of each slot; change it while the slot is empty.
         self.adapters: list[str | None] = [None] * num_slots
@@ -190,6 +189,11 @@ class Target(ABC):
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
         """Append tokens to KV cache slots without returning their logits."""
         self._append_tokens(slots, tokens, counts, **self._prefill_options)
+
+    @property
+    def features(self) -> torch.Tensor | None:
+        """Return the hidden states of all slots that the draft head reads, [num_slots, 1, length, size]."""
+        return None
 
     def delay_prefill(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         """Append tokens to a KV cache slot, but let the next forward pass over this slot alone compute them.

@@ -215,7 +215,7 @@ class HeadSlots(TextSlots):
         assert target.features is not None and target.features.shape[3] == head.feature_size
         super().__init__(target, chunk_tokens)
         self.draft_to_target, self.num_tokens = head.draft_to_target, head.num_tokens
-        self._head, self._features = head, target.features
+        self._head = head
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
 
     def can_read(self, request: DraftRequest) -> bool:
@@ -245,9 +245,11 @@ class HeadSlots(TextSlots):
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
         slots, tokens = [state.slot for state in states], self._next(states, counts)
         places = torch.from_numpy(self._kv_cache.lengths[slots][:, None] + np.arange(tokens.shape[1]))
-        places = places.clamp_max(self._features.shape[2] - 1)  # padding may point beyond the last position
+        stored = self.target.features
+        assert stored is not None
+        places = places.clamp_max(stored.shape[2] - 1)  # padding may point beyond the last position
         device = self.target.device
-        features = self._features[torch.tensor(slots, device=device)[:, None], 0, places.to(device)]
+        features = stored[torch.tensor(slots, device=device)[:, None], 0, places.to(device)]
         found = self._pass(slots, tokens, features, **({"logits_to_keep": 1} if skims else {}))
         self._kv_cache.lengths[slots] += np.asarray(counts)
         return found

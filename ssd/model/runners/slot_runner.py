@@ -66,7 +66,11 @@ class SlotRunner(Target):
         self._feature_spec = tapped
         self._tap = HiddenStateTap(self.model, tapped.layers) if self._flat is None else None
         self.kv_cache.allocate_features(tapped.size, self.dtype)
-        self.features = self.kv_cache.features
+
+    @property
+    def features(self) -> torch.Tensor | None:
+        self._compute_delayed()
+        return self.kv_cache.features
 
     def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
         """Allow slots to use the LoRA adapters ``names``.
@@ -102,7 +106,7 @@ class SlotRunner(Target):
 
     @property
     def can_delay_prefill(self) -> bool:  # type: ignore[override]
-        return self._flat is not None and self.features is None and self.device.type == "cpu"
+        return self._flat is not None and self.device.type == "cpu"
 
     @property
     def has_delayed_prefill(self) -> bool:  # type: ignore[override]
@@ -221,8 +225,8 @@ class SlotRunner(Target):
                     named = {"input_ids": tokens, "position_ids": positions, "slot_rows": rows, **kwargs}
                     logits = self.model(use_cache=False, **named).logits
         if tapped is not None:
-            assert self.features is not None
-            rows.put(tapped.combine(hidden)[:, None], self.features)
+            assert self.kv_cache.features is not None
+            rows.put(tapped.combine(hidden)[:, None], self.kv_cache.features)
         return logits
 
     def warm_up(self) -> None:
