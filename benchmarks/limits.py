@@ -7,9 +7,8 @@ the times, so its maximum over w is the best length of a draft for this p.
 
 A further draft token pays only if its acceptance probability is above the share of a token's time that it adds to the
 pass, which the column "least probability" contains. The share is the same for every row of the pass, so the best drafts
-of a batch end, in each row, before the first token below it. Two tokens for the same place exclude each other, so at
-most one of them is accepted with a probability of more than 0.5: where the column is above 0.5, no tree gains more than
-the chain in it.
+of a batch end, in each row, before the first token below it. A second token for the same place, as in a draft tree, pays
+under the same condition, and the probabilities of both are at most 1 together.
 
 All widths are timed in each round, in rotating order. Prints a table; the last line of stdout is one JSON object.
 """
@@ -29,10 +28,10 @@ PROBABILITIES: Final = (0.5, 0.7, 0.9, 1.0)
 
 OPTIONS: dict[str, Any] = {
     "batch": Option(default=[1, 4, 8], help="batch sizes"),
-    "draft": Option(default=[0, 1, 2, 4, 8, 16], least=0, help="numbers of draft tokens per row; the first must be 0"),
+    "draft": Option(default=[0, 1, 2, 4, 8], least=0, help="numbers of draft tokens per row; the first must be 0"),
     "context": Option(default=256, help="number of tokens of each row before the pass"),
-    "passes": Option(default=6, help="number of passes that are timed together"),
-    "rounds": 5,
+    "passes": Option(default=1, help="number of passes that are timed together"),
+    "rounds": 15,
 }
 COLUMNS = (
     ("model", "{model}"),
@@ -44,7 +43,7 @@ COLUMNS = (
 )
 NOTE = (
     "Times: median (minimum ... maximum) of {parameters[rounds]} rounds, after {parameters[context]} tokens of each "
-    "row. The command is `python -m benchmarks.limits`, with weights in {dtype}. Measured on {measured}."
+    "row; the other columns: medians of the ratios within a round. The command is `python -m benchmarks.limits`, with weights in {dtype}. Measured on {measured}."
 )
 RUN = "threads: {threads}"
 
@@ -68,19 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows_of(batch: int, seconds: dict[int, list[float]]) -> list[dict[str, Any]]:
-    """Return a row for each number of draft tokens; ``seconds`` are the times of passes by this number, 0 included."""
-    plain, rows = median(seconds[0]), []
-    before = 0
+    """Return a row for each number of draft tokens. Ratios are medians of the ratios within a round.
+
+    ``seconds`` are the times of passes in each round, by the number of draft tokens per row, 0 included.
+    """
+    rows, before = [], 0
     for draft, times in seconds.items():
-        added = (median(times) - median(seconds[before])) / max(1, draft - before)  # per draft token of each row
+        added = [
+            (more - less) / (plain * max(1, draft - before))
+            for more, less, plain in zip(times, seconds[before], seconds[0], strict=True)
+        ]
+        gain = median(plain / time for plain, time in zip(seconds[0], times, strict=True))
         tokens = [sum(p**place for place in range(draft + 1)) for p in PROBABILITIES]
         rows.append(
             {
                 "batch": batch,
                 "draft": draft,
                 "ms": spread([1e3 * each for each in times]),
-                "least_probability": round(added / plain, 3) if draft else None,
-                "speed_ups": [round(each * plain / median(times), 3) for each in tokens],
+                "least_probability": round(median(added), 3) if draft else None,
+                "speed_ups": [round(each * gain, 3) for each in tokens],
             }
         )
         before = draft
