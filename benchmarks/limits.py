@@ -7,8 +7,8 @@ the times, so its maximum over w is the best length of a draft for this p.
 
 A further draft token pays only if its acceptance probability is above the share of a token's time that it adds to the
 pass, which the column "least probability" contains. The share is the same for every row of the pass, so the best drafts
-of a batch end, in each row, before the first token below it. A second token for the same place, as in a draft tree, pays
-under the same condition, and the probabilities of both are at most 1 together.
+of a batch end, in each row, before the first token below it. A second token for the same place, as in a draft tree,
+pays under the same condition, and the probabilities of both are at most 1 together.
 
 All widths are timed in each round, in rotating order. Prints a table; the last line of stdout is one JSON object.
 """
@@ -29,7 +29,7 @@ PROBABILITIES: Final = (0.5, 0.7, 0.9, 1.0)
 OPTIONS: dict[str, Any] = {
     "batch": Option(default=[1, 4, 8], help="batch sizes"),
     "draft": Option(default=[0, 1, 2, 4, 8], least=0, help="numbers of draft tokens per row; the first must be 0"),
-    "context": Option(default=256, help="number of tokens of each row before the pass"),
+    "context": Option(default=64, help="number of tokens of each row before the pass"),
     "passes": Option(default=1, help="number of passes that are timed together"),
     "rounds": 15,
 }
@@ -43,7 +43,8 @@ COLUMNS = (
 )
 NOTE = (
     "Times: median (minimum ... maximum) of {parameters[rounds]} rounds, after {parameters[context]} tokens of each "
-    "row; the other columns: medians of the ratios within a round. The command is `python -m benchmarks.limits`, with weights in {dtype}. Measured on {measured}."
+    "row; the other columns: medians of the ratios within a round. The command is `python -m benchmarks.limits`, with "
+    "weights in {dtype}. Measured on {measured}."
 )
 RUN = "threads: {threads}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
-from ssd.model.cpu.row_plan import find_invariant_shapes
+from ssd.model.cpu import row_plan
+from ssd.model.cpu.row_plan import Product, RowPlan, find_invariant_shapes, with_fastest_rows
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target, pad_rows
 from tests.architectures import ARCHITECTURES, SLOTS
@@ -152,13 +154,25 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
     assert torch.equal(plan.product(compute, rows), compute(rows.repeat(3, 1))[:5])
 
 
-def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_least() -> None:
-    weight = torch.randint(-8, 9, (256, 8192), generator=torch.Generator().manual_seed(0)).float()  # read long: timed
-    plan = find_invariant_shapes(
-        lambda x: x.round() @ weight, 256, 8192, torch.float32
-    )  # sums of whole numbers are exact
-    assert (plan.max_rows, plan.is_exact) == (512, True)
-    assert plan.min_rows <= 4
+def test_rows_are_padded_to_the_fastest_number_that_a_plan_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(row_plan, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def product(*fast: int) -> Product:
+        """Takes a second, and less for the ``fast`` numbers of rows."""
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            now[0] += 0.5 if len(rows) in fast else 1.0
+            return rows
+
+        return compute
+
+    plans = {"any": RowPlan(1, 64), "exact from 3": RowPlan(3, 64), "one": RowPlan(1, 512), "apart": RowPlan(2, 64)}
+    fast = {"any": (4,), "exact from 3": (2, 3), "one": (1, 3), "apart": (1, 3)}
+    products = [(name, product(*fast[name]), torch.zeros(4, 1)) for name in plans]
+    found = with_fastest_rows(plans, products)
+    assert {name: plan.min_rows for name, plan in found.items()} == {"any": 4, "exact from 3": 3, "one": 1, "apart": 3}
+    assert all(plan._replace(min_rows=0) == plans[name]._replace(min_rows=0) for name, plan in found.items())
 
 
 @pytest.mark.parametrize("name", NOT_EXACT)

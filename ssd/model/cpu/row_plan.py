@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Final, NamedTuple
 
 import torch
@@ -17,10 +19,10 @@ EXACT_ROWS: Final = 16
 _MIN_ROWS: Final = (1, 2, 3, 4, 8, 12, EXACT_ROWS)
 _MAX_ROWS: Final = (512, 256, 64, 32, 16)  # candidates for the maximum number of rows, in order of preference
 _MAX_WORK = 1 << 35  # the maximum of weights times rows of a product that is tested and used; 64 rows are always tested
-_LARGE = 1 << 21  # the number of weights from which a layer's products are slow enough to be timed
 _ROUNDS = 5
-# A product of more rows is preferred below this relative time: with some layers two rows are faster than one.
-_MAX_RELATIVE_TIME = 0.9
+# A product of more rows is preferred below this relative time: with some layers four rows are a fifth faster than two.
+_MAX_RELATIVE_TIME = 0.97
+_TIMED_ROWS = (1, 2, 3, 4)  # with 5 or more as the minimum, batches of 4 would be slower
 _DIFFERENT_ROWS = 16  # the minimum number of different rows that are tested
 _RESULTS = 256
 # The minimum number of results to compare for each number of rows, because two sums may be equal by chance. Sums in
@@ -77,8 +79,7 @@ def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: 
 
     ``compute`` multiplies rows by a weight [num_outputs, size]. It is tested with random rows, about 6,000 in total,
     and fewer if the layer has more than 64 million weights. The plan has the largest ``max_rows`` that passes the test.
-    In layers of at least 2 million weights, ``min_rows`` is raised if a product of more rows is clearly faster than one
-    of fewer rows. If no ``max_rows`` passes, the plan's ``is_exact`` is False.
+    If none passes, the plan's ``is_exact`` is False.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS
@@ -88,12 +89,7 @@ def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: 
     good = {count for count in row_counts(allowed[0]) if _is_invariant(compute, some, count, wanted, numbers)}
     for max_rows in allowed:
         if good.issuperset(count for count in row_counts(max_rows) if count >= _MIN_ROWS[-1]):
-            few = [count for count in _MIN_ROWS if good.issuperset(range(count, _MIN_ROWS[-1]))]
-            min_rows = few[0]
-            if size * num_outputs >= _LARGE:
-                seconds = {count: seconds_of(compute, some[:count]) for count in few[:4]}
-                best = min(seconds, key=seconds.__getitem__)
-                min_rows = best if seconds[best] < _MAX_RELATIVE_TIME * seconds[min_rows] else min_rows
+            min_rows = next(count for count in _MIN_ROWS if good.issuperset(range(count, _MIN_ROWS[-1])))
             return RowPlan(min_rows, max_rows)
     return RowPlan(1, allowed[0], is_exact=False)
 
@@ -106,6 +102,36 @@ def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torc
         torch.equal(compute(rows[first : first + count]), results[first : first + count])
         for first in range(0, tried, count)
     )
+
+
+@torch.inference_mode()
+def with_fastest_rows(
+    plans: Mapping[str, RowPlan], products: Sequence[tuple[str, Product, torch.Tensor]]
+) -> dict[str, RowPlan]:
+    """Raise the minimum number of rows of plans whose products are faster with more rows; return all plans.
+
+    ``products`` are the name of a plan, a product, and at least 4 rows to multiply. All are computed in this order for
+    one number of rows after another, so each finds its weights in memory or in a cache as in a forward pass.
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for number in range(_ROUNDS):
+        turn = number % len(_TIMED_ROWS)
+        for count in _TIMED_ROWS[turn:] + _TIMED_ROWS[:turn]:
+            took = defaultdict[str, float](float)
+            for name, compute, rows in products:
+                if count >= plans[name].min_rows:
+                    began = time.perf_counter()
+                    compute(rows[:count])
+                    took[name] += time.perf_counter() - began
+            for name, total in took.items():
+                seconds.setdefault((name, count), []).append(total)
+    found = dict(plans)
+    for name, plan in plans.items():
+        typical = {count: median(those) for (other, count), those in seconds.items() if other == name}
+        best = min(typical, key=typical.__getitem__, default=plan.min_rows)
+        if best > plan.min_rows and typical[best] < _MAX_RELATIVE_TIME * typical[min(typical)]:
+            found[name] = plan._replace(min_rows=best)
+    return found
 
 
 def seconds_of(compute: Product, x: torch.Tensor) -> float:
