@@ -44,7 +44,7 @@ COLUMNS = (
 NOTE = (
     "Times: median (minimum ... maximum) of {parameters[rounds]} rounds, after {parameters[context]} tokens of each "
     "row; the other columns: medians of the ratios within a round. The command is `python -m benchmarks.limits`, with "
-    "weights in {dtype}. Measured on {measured}."
+    "float32 weights. Measured on {measured}."
 )
 RUN = "threads: {threads}"
 
