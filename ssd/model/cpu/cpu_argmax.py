@@ -5,6 +5,7 @@ torch's argmax is not vectorised for bfloat16 and float16, and numpy's runs on o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,7 @@ from ssd.model.cpu.simd import (
     read,
     reduce_lanes,
 )
+from ssd.model.cpu.simd_functions import higher
 
 _BLOCK: Final = 1 << 15  # logits per task
 _PART: Final = 1 << 10  # logits of which the maximum is computed first
@@ -85,23 +87,20 @@ def _highest(builder: Any, kind: int, source: Any, count: Any) -> Any:
     """Return the highest of ``count`` >= 16 numbers; NaN if one is NaN."""
     size, last = ir.Constant(WORD, _UNROLL * LANES), builder.sub(count, ir.Constant(WORD, LANES))
 
-    def higher(x: Any, y: Any) -> Any:
-        is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
-        return builder.select(is_y, y, x)
-
     def search(index: Any, carried: Any) -> Any:
         found = []
         for number, best in enumerate(carried):  # several at once, because each waits for its last comparison
             begin = builder.add(builder.mul(index, size), ir.Constant(WORD, number * LANES))
             begin = builder.select(builder.icmp_signed("<", begin, last), begin, last)
-            found.append(higher(best, read(builder, offset_address(builder, source, (begin, ITEMSIZES[kind])), kind)))
+            x = read(builder, offset_address(builder, source, (begin, ITEMSIZES[kind])), kind)
+            found.append(higher(builder, best, x))
         return found
 
     rounds = builder.sdiv(builder.add(count, builder.sub(size, ir.Constant(WORD, 1))), size)
     best, *others = loop(builder, rounds, [constant(float("-inf"))] * _UNROLL, search)
     for other in others:
-        best = higher(best, other)
-    return reduce_lanes(builder, best, higher)
+        best = higher(builder, best, other)
+    return reduce_lanes(builder, best, partial(higher, builder))
 
 
 @for_kinds(types.int64, types.int64, result=types.int64)

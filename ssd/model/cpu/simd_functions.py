@@ -6,6 +6,7 @@ They use polynomials. Their bits are the same in every lane (see `simd`); they e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from llvmlite import ir
@@ -254,19 +255,21 @@ def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
     return make
 
 
+def higher(builder: Any, x: Any, y: Any) -> Any:
+    """Generate code for the maximum in each lane of two SIMD vectors, NaN if one of the numbers is NaN."""
+    is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
+    return builder.select(is_y, y, x)
+
+
 @_over_vectors(types.float32)
 def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
     """Return the maximum of ``least`` and all numbers of a float32 array; NaN if one of the numbers is NaN."""
 
-    def higher(x: Any, y: Any) -> Any:
-        is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
-        return builder.select(is_y, y, x)
-
     def body(index: Any, highest: Sequence[Any]) -> Sequence[Any]:
-        return [higher(highest[0], read(builder, offset_address(builder, address, (index, 4 * LANES)), 0))]
+        return [higher(builder, highest[0], read(builder, offset_address(builder, address, (index, 4 * LANES)), 0))]
 
     (found,) = loop(builder, vectors, [splat(builder, least)], body)
-    return reduce_lanes(builder, found, higher)
+    return reduce_lanes(builder, found, partial(higher, builder))
 
 
 @_over_vectors(types.float32)
