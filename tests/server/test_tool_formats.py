@@ -17,7 +17,6 @@ from server.tools.formats import (
     TOOL_FORMATS,
     detect,
     make_parser,
-    special_tokens,
     write_calls,
 )
 from server.tools.grammars import count_reasoning_tokens
@@ -73,30 +72,8 @@ def cut(text: str, places: Sequence[float]) -> list[str]:
 
 
 WEATHER = ("get_weather", '{"city": "Paris"}')
-TWICE = [WEATHER, ("get_weather", '{"city": "Rome", "days": 2}')]
-
 # Of each: tool-call and reasoning parser, the text, content, reasoning, calls.
 RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]]]] = [
-    # Qwen3-Coder-30B: text in front, values on lines of their own
-    (
-        "qwen3_coder",
-        None,
-        "Let me see.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n"
-        "5\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n[1, 2]\n</parameter>\n"
-        "<parameter=note>\nnull\n</parameter>\n</function>\n</tool_call>",
-        "Let me see.",
-        "",
-        [("get_weather", '{"city": "Paris", "days": 5, "exact": true, "places": [1, 2], "note": null}')],
-    ),
-    # Qwen3-Coder leaves out the outer tag now and then
-    (
-        "qwen3_xml",
-        None,
-        '<function=get_weather>\n<parameter=city>\nif a < b:\n    "x"\n\n</parameter>\n</function>\n</tool_call>',
-        "",
-        "",
-        [("get_weather", '{"city": "if a < b:\\n    \\"x\\"\\n"}')],
-    ),
     # Llama-3.2-3B-Instruct
     (
         "pythonic",
@@ -133,23 +110,6 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         [WEATHER],
     ),
     (
-        "llama4_json",
-        None,
-        '<|python_start|>{"name": "get_weather", "parameters": {"city": "Paris"}}<|python_end|>',
-        "",
-        "",
-        [WEATHER],
-    ),
-    (
-        "cohere",
-        "cohere",
-        '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", '
-        '"tool_name": "get_weather", "parameters": {"city": "Paris"}}\n]<|END_ACTION|>',
-        "",
-        "Hm.",
-        [WEATHER],
-    ),
-    (
         "cohere",
         "cohere",
         "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>So.<|END_RESPONSE|>",
@@ -165,43 +125,8 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         "Hm.",
         [WEATHER, ("now", "{}")],
     ),
-    (
-        "gigachat3",
-        None,
-        'Wait.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}',
-        "Wait.",
-        "",
-        [("now", "{}")],
-    ),
-    ("functionary_v32", None, 'all\nWait.>>>get_weather\n{"city": "Paris"}', "Wait.", "", [WEATHER]),
     ("functionary_v32", None, "now\n{}>>>all\nNoon. >>> print(1)", "Noon. >>> print(1)", "", [("now", "{}")]),
-    ("functionary_v31", None, 'Wait. <function=get_weather>{"city": "Paris"}</function>', "Wait.", "", [WEATHER]),
     ("phi4_mini_json", None, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", "{}")]),
-    (
-        "deepseek_v41",
-        "deepseek_v3",
-        "<think>Look.</think>\n\n<｜DSML｜ calls>\n"
-        '<｜DSML｜ invoke name="get_weather">\n'
-        '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
-        '<｜DSML｜ invoke name="now"/>\n</｜DSML｜ calls>',
-        "",
-        "Look.",
-        [WEATHER, ("now", "{}")],
-    ),
-    # Muse Glimmer, by its template: messages to itself, to functions, to the user
-    (
-        "muse_glimmer",
-        "muse_glimmer",
-        " to=self<|message|>Two.<|eom|><|start|>assistant to=get_weather<|message|>"
-        '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
-        "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Asked.<|eom|><|start|>"
-        'assistant to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter '
-        'name="city">Rome</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n'
-        "</atem:function_calls><|eot|>",
-        "Asked.",
-        "Two.",
-        TWICE,
-    ),
     (None, "muse_glimmer", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.", "Yes.", "Hm.", []),
     (
         "qwen3_coder",
@@ -213,15 +138,6 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         [("get_weather", '{"city": "Paris", "note": "</parameter> and </function>"}')],
     ),
     (
-        "kimi_k2",
-        None,
-        "So.<|tool_calls_section_begin|> noise <|tool_call_begin|>now:0<|tool_call_argument_begin|>{}"
-        "<|tool_call_end|><|tool_calls_section_end|>",
-        "So.",
-        "",
-        [("now", "{}")],
-    ),
-    (
         "openai",
         "openai_gptoss",
         "<|channel|>analysis<|message|>Not <|call|> or <|channel|>final yet.<|end|><|start|>"
@@ -229,15 +145,6 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         "",
         "Not <|call|> or <|channel|>final yet.",
         [("now", '{"a": "<|call|>"}')],
-    ),
-    (
-        "openai",
-        "openai_gptoss",
-        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.now"
-        "<|channel|>commentary <|constrain|>json",
-        "",
-        "So.",
-        [],
     ),
     # a bracket too many, before the end of a call or of the text, is nobody's; elsewhere it is content
     (
@@ -249,15 +156,6 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
         [WEATHER],
     ),
     ("llama3_json", None, '{"name": "get_weather", "parameters": {"city": "Paris"}}}]', "", "", [WEATHER]),
-    (
-        "deepseek_v31",
-        None,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-        '{"city": "Paris"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "",
-        "",
-        [WEATHER],
-    ),
     ("hermes", None, '<tool_call>{"name": "now", "arguments": {}}</tool_call> } it is', "} it is", "", [("now", "{}")]),
     # what is nearly JSON is made JSON
     (
@@ -271,14 +169,6 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
     ),
     ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": [1,', "", "", [("now", '{"a": [1,')]),
     ("pythonic", None, "[now(a=1e400, b=-1.5E3)]", "", "", [("now", '{"a": "1e400", "b": -1.5E3}')]),
-    (
-        "glm45",
-        None,
-        "<tool_call>now\n<arg_key>a</arg_key><arg_value>[1e400]</arg_value></tool_call>",
-        "",
-        "",
-        [("now", '{"a": "[1e400]"}')],
-    ),
     ("llama3_json", None, '{"city": "Paris"} is it.', '{"city": "Paris"} is it.', "", []),
     ("llama3_json", None, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', "", []),
     ("pythonic", None, "[1] says so, [now](there).", "[1] says so, [now](there).", "", []),
@@ -425,12 +315,6 @@ def test_what_was_thought_is_counted_up_to_any_end(name: str, thought: list[str]
     pieces = [*thought, "\nYes", "."]
     found = count_reasoning_tokens(name, "", range(len(pieces)), lambda ids: "".join(pieces[each] for each in ids))
     assert found == len(thought)
-
-
-def test_markers_that_are_special_tokens_are_named() -> None:
-    assert "[TOOL_CALLS]" in special_tokens("mistral", None)
-    assert {"<|channel|>", "<think>"} <= special_tokens("openai", "qwen3")
-    assert special_tokens(None, None) == frozenset()
 
 
 # Lines of the models' own chat templates that tell one format from another.
