@@ -23,10 +23,8 @@ from server.base.settings import ServerSettings
 from server.running.generation_plan import _MAX_LOGPROBS, _bounded, _require_logprobs
 from server.running.tokenization import Tokenization, check_token_count
 from server.schema.chat import ChatBody
-from server.schema.generate import CompletionBody
-from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.errors import ContextTooLong, RequestError, quote_value
+from ssd.errors import ContextTooLong, RequestError
 from ssd.text.codec import TextCodec
 from tests.reference.text import common_subsequence, json_values
 from tests.server.client import post, wait_until
@@ -34,11 +32,6 @@ from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.waiting import PATIENCE_S
 
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec.load(str(MODEL_PATH))
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -63,70 +56,6 @@ def test_json_is_written_in_pieces_as_at_once(value: Any) -> None:
 @given(st.lists(st.integers(0, 2), max_size=300), st.lists(st.integers(0, 2), max_size=100))
 def test_common_tokens_of_several_words_equal_the_slow_twin(prediction: list[int], output: list[int]) -> None:
     assert common_tokens(prediction, output) == common_subsequence(prediction, output)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": [[1]] * 20, "n": 9}, "n"),
-        ({"prompt": ["x"] * 101}, "prompt"),
-        ({"n": 101}, "n"),
-        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
-        ({"allowed_token_ids": [1] * ((1 << 17) + 1)}, "allowed_token_ids"),
-        ({"bad_words": ["x"] * 1001}, "bad_words"),
-        ({"bad_words": ["x" * 16_385]}, "bad_words"),
-        ({"stop": ["x" * 4000, "y" * 97]}, "stop"),
-        ({"stop": "x" * 4097}, "stop"),
-        ({"structured_outputs": {"regex": "x" * 8193}}, "structured_outputs"),
-        ({"structured_outputs": {"json": {"const": "x" * 20}}}, "structured_outputs"),
-        ({"structured_outputs": {"choice": ["x" * 30]}}, "structured_outputs"),
-    ],
-)
-def test_too_much_of_anything_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    limits = Limits(max_choices=100, max_grammar_characters=20)
-    with pytest.raises(RequestError) as caught:
-        CompletionBody.parse({"prompt": "x", **fields}, limits)
-    assert caught.value.param == param
-    CompletionBody.parse({"prompt": [1] * 200, "n": 100}, limits)  # token ids are one prompt
-
-
-def test_too_many_tools_are_refused_and_tools_of_too_many_characters() -> None:
-    function = {"name": "f", "parameters": {"type": "object", "description": "x" * 60_000}}
-    messages = [{"role": "user", "content": "x"}]
-    tools = [{"type": "function", "function": {**function, "name": f"f{number}"}} for number in range(4)]
-    ChatBody.parse({"messages": messages, "tools": tools}, Limits(max_tools=4))
-    tools.append({"type": "function", "function": {**function, "name": "f4"}})
-    for limits, some in ((Limits(max_tools=3), tools[:4]), (Limits(), tools)):
-        with pytest.raises(RequestError, match="at most") as caught:
-            ChatBody.parse({"messages": messages, "tools": some}, limits)
-        assert caught.value.param == "tools"
-    deep: Any = {}
-    for _ in range(100_000):
-        deep = {"properties": deep}
-    with pytest.raises(RequestError) as caught:
-        ChatBody.parse(
-            {"messages": messages, "tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]}
-        )
-    assert caught.value.param == "tools"
-    while deep:  # link by link: to free such a thing at once takes the stack
-        deep = deep.pop("properties", None)
-
-
-@pytest.mark.parametrize("key", ["007", "", "+1", "1.0", "\u0661", "9" * 5000, "-1", " 1"])
-def test_a_token_has_one_name_in_logit_bias(key: str) -> None:
-    body = CompletionBody.parse({"prompt": "x", "logit_bias": {key: 1.0}})
-    with pytest.raises(RequestError) as caught:
-        body.sampling({}, room=10)
-    assert caught.value.param == "logit_bias" and len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["x" * 10**6, 10**5000, [1] * 10**6, {}, None, 1.5, object(), "\0" * 100, "é" * 72],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_error_quotes_little_of_any_value(value: object) -> None:
-    assert len(quote_value(value)) <= 100
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------

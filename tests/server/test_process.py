@@ -79,7 +79,6 @@ def test_port_in_use_is_found_before_anything_is_loaded() -> None:
     [
         (("--host", "no such host"), "--host"),
         (("--api-key-file", "/no/such/file"), "--api-key-file /no/such/file"),
-        (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
         (("--generation-config", str(ROOT / "tests")), "generation_config.json"),
     ],
 )
