@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
-import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from server.admission.tenant_loader import load_or_create_secret, open_tenants
 from server.base.settings import ServerSettings
-from ssd.config import CacheConfig, IndexConfig
+from ssd.config import IndexConfig
 from ssd.errors import ConfigError
-from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.files import Manifest, Owner, write_manifest
 from ssd.retrieval.owners import secret_id
 from tests.server.client import ask, metric, post, until_ready
 from tests.server.test_process import SMALL, refused, running
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S
 
 FINGERPRINT = "0123456789abcdef" * 2
 KEY = {"authorization": "Bearer secret"}
@@ -54,41 +49,6 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(name: str, tmp_path:
         assert ask(port, "DELETE", "/v1/cache", headers=KEY).status == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
-
-
-def test_a_namespace_is_deleted_beside_requests_that_open_it(tmp_path: Path) -> None:
-    text = np.arange(1, 200, dtype=np.int32)
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def ask(caches: CacheManager) -> None:
-        while not stop.is_set():
-            held = caches.acquire("tenant")
-            assert held is not None
-            held.append(text, prompt_length=10)
-            del held
-
-    with CacheManager(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
-        askers = [threading.Thread(target=ask, args=(caches,)) for _ in range(3)]
-        for asker in askers:
-            asker.start()
-        try:
-            for _ in range(100):
-                try:
-                    caches.discard("tenant")
-                except Exception as error:
-                    failures.append(error)
-                time.sleep(0.001)
-        finally:
-            stop.set()
-            for asker in askers:
-                asker.join()
-        wait_until(lambda: not any(thread.name.startswith("ssd-open") for thread in threading.enumerate()))
-        caches.discard("tenant")
-        gc.collect()
-        assert failures == []
-        assert not (tmp_path / "tenant").exists() and caches.names() == ["default"]
-        assert not any(str(tmp_path / "tenant") in name for name in open_files())
 
 
 @pytest.mark.parametrize("interval", [1e300, float("inf"), float("nan"), 0.0, -1.0, 86_401.0])

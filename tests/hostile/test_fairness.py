@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -15,12 +14,9 @@ from typing import Any
 
 import pytest
 
-from server.admission.fair_executor import FairExecutor
-from server.admission.quotas import Account, Reservation, SharedBudget
+from server.admission.quotas import Account
 from server.base.limits import Limits
-from server.base.request_record import create_record
 from server.observe.metrics import ServerMetrics
-from ssd.errors import QueueFull
 from tests.server.client import ask, bearer, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
 from tests.server.test_tenants import quota_server, tenants_in
@@ -54,35 +50,6 @@ def test_a_clock_that_jumps_gives_no_tenant_another_minute(tmp_path: Path, monke
             answer = post(server.port, "/v1/completions", {"prompt": "x"}, headers=bearer("rated-key"))
             statuses.append(answer.status)
         assert statuses == [200, 200, 429, 429]  # the key may send two a minute
-
-
-def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of_it() -> None:
-    budget = SharedBudget(100, "things")
-
-    def share_of(tenant: str | None) -> Reservation:
-        create_record().tenant = tenant
-        return budget.reserve()
-
-    greedy, more, other = share_of("greedy"), share_of("greedy"), share_of("other")
-    greedy.grow(40)
-    with pytest.raises(QueueFull, match="things"):
-        more.grow(11)  # half of 100
-    more.grow(10)
-    other.grow(30)
-    with pytest.raises(QueueFull):
-        more.grow(1)
-    with pytest.raises(QueueFull):
-        share_of("other").grow(6)  # half of 50
-    for share in (greedy, more, more):  # a second time gives nothing back
-        share.release()
-    other.grow(70)
-    other.release()
-    nobody = [share_of(None) for _ in range(4)]  # without keys all are one
-    for share in nobody:
-        share.grow(25)
-    for share in nobody:
-        share.release()
-    assert budget.used == 0
 
 
 def test_one_tenants_slow_bodies_leave_room_for_anothers(tmp_path: Path) -> None:
@@ -201,29 +168,3 @@ def test_tenants_have_their_turn_between_others_requests_and_the_prompts_of_one(
         codec.may_go_on.set()
         assert [each.result() for each in sent] == [200] * 4
         assert "".join(text[0] for text in codec.given) == "bbabbbb"  # one is under way, one is first in line
-
-
-def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
-    async def scenario() -> None:
-        lane, gate, order = FairExecutor("work", num_threads=1, max_waiting=8), threading.Event(), list[str]()
-
-        async def send(tenant: str | None, call: Any, *args: Any) -> None:
-            record = create_record()
-            record.tenant, record.request_id = tenant, f"of {tenant}"
-            await lane.run(call, *args)
-
-        first = asyncio.create_task(send("greedy", gate.wait, 20))
-        await asyncio.sleep(0)
-        greedy = [asyncio.create_task(send("greedy", order.append, "greedy")) for _ in range(8)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            await asyncio.create_task(send("greedy", int))
-        others = [asyncio.create_task(send(name, order.append, name)) for name in ("a", "b", "a")]
-        await asyncio.sleep(0)
-        greedy[3].cancel()
-        gate.set()
-        await asyncio.gather(first, *greedy[:3], *greedy[4:], *others)
-        assert order == ["greedy", "a", "b", "greedy", "a", *["greedy"] * 5]
-        lane.close()
-
-    asyncio.run(scenario())
