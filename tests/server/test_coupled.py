@@ -14,8 +14,7 @@ from server.command.arguments import parse_arguments
 from server.command.noise_secret import NoiseSecret
 from server.command.start import open_noise
 from tests.redis_server import RedisServer, redis_server
-from tests.server.apis import APIS
-from tests.server.client import Answer, ask, bearer, metric, official_client, post, until_ready
+from tests.server.client import ask, bearer, metric, official_client, post, until_ready
 from tests.server.conftest import Log
 from tests.server.failing_engine import RunningServer
 from tests.server.test_cache import SMALL, served
@@ -86,19 +85,6 @@ def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: Runnin
         before = said(bob)
         assert ask(one_stream.port, "DELETE", "/v1/cache", headers=bearer("bobs")).status == 200
         assert said(bob) == said(bob) != before
-
-
-@pytest.mark.parametrize("name", APIS)
-def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, name: str) -> None:
-    api, text = APIS[name], PROMPT if name == "completions" else QUESTION[0]["content"]
-
-    def answered(**fields: Any) -> Answer:
-        asked = {"temperature": 0.9, api.limit: 24, "headers": bearer("alices"), **fields}
-        return api.post(one_stream.port, text, **asked)
-
-    shared = [api.said(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
-    assert len(set(shared)) == 1 and api.said(answered(coupled=False).json) != shared[0]
-    assert answered(noise_stream=1).status == 400  # is nobody's to choose
 
 
 def test_a_line_and_a_count_tell_who_was_coupled_and_never_with_what(one_stream: RunningServer, log: Log) -> None:

@@ -9,11 +9,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from server.base.limits import Limits
 from server.schema.responses import messages_of
 from tests.server.apis import RESPONSES
-from tests.server.client import ask, get, post
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.client import ask
+from tests.server.failing_engine import RunningServer, serving
 from tests.server.reciting_target import reciting
 
 MODEL = "test-model"
@@ -171,11 +170,3 @@ def test_what_would_have_to_be_stored_answers_404_with_the_reason(
     answer = ask(server.port, method, path)
     assert (answer.status, answer.error["code"]) == (404, "not_stored")
     assert "does not store responses" in answer.error["message"]
-
-
-def test_more_items_than_a_conversation_may_have_are_refused() -> None:
-    with serving(lambda _: FailingEngine(), limits=Limits(max_messages=2)) as server:
-        items = [{"role": "user", "content": "x"}] * 3
-        answer = post(server.port, "/v1/responses", {"input": items})
-        assert (answer.status, answer.error["param"]) == (400, "input")
-        assert get(server.port, "/health").status == 200

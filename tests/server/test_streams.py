@@ -121,10 +121,3 @@ def test_tokens_that_a_stop_token_or_skipping_leaves_out_have_no_log_probabiliti
         fields = {"allowed_token_ids": special, "skip_special_tokens": is_skipped, "logprobs": 0, "max_tokens": 3}
         choice = COMPLETIONS.say(server.port, **fields)["choices"][0]
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == ("" if is_skipped else "<|user|>" * 3)
-
-
-def test_an_echo_is_followed_by_every_token(server: RunningServer) -> None:
-    """Evaluations leave out as many as they asked for."""
-    fields: dict[str, Any] = {"echo": True, "max_tokens": 2, "structured_outputs": {"choice": ["yes"]}, "logprobs": 0}
-    found = COMPLETIONS.post(server.port, **fields).json
-    assert len(found["choices"][0]["logprobs"]["tokens"]) == found["usage"]["total_tokens"]
