@@ -18,23 +18,19 @@ from server.command.arguments import parse_arguments
 from tests.hostile.test_attacks import SMALL
 from tests.hostile.test_bodies import chunks, head
 from tests.server.client import post, until_ready
+from tests.server.test_network import make_certificate, openssl
 from tests.server.test_process import cache_tokens, running, stopped_line
 from tests.waiting import PATIENCE_S, wait_until
 
 # TLS
 
 
-def openssl(*words: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates and keys, whole and not."""
     made = tmp_path_factory.mktemp("tls")
-    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost")
     for name, *more in (("a", "-nodes"), ("b", "-nodes"), ("locked", "-passout", "pass:secret")):
-        openssl(*new, *more, "-keyout", made / f"{name}.key", "-out", made / f"{name}.pem")
+        make_certificate(made / f"{name}.pem", made / f"{name}.key", "-subj", "/CN=localhost", *more)
     openssl("req", "-new", "-key", made / "a.key", "-subj", "/CN=localhost", "-out", made / "a.csr")
     openssl(
         "x509", "-req", "-in", made / "a.csr", "-signkey", made / "a.key", "-days", "-1", "-out", made / "expired.pem"

@@ -8,6 +8,7 @@ import subprocess
 from contextlib import closing
 from typing import Any
 
+import anthropic
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -72,6 +73,11 @@ def greedy_completion(port: int, **fields: Any) -> Answer:
 def official_client(port: int, key: str = "none") -> openai.OpenAI:
     """OpenAI's own client, which fails at once where a request does. To be closed."""
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+
+
+def claude_client(port: int, key: str = "none") -> anthropic.Anthropic:
+    """Anthropic's own client, likewise."""
+    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 def bearer(key: str) -> dict[str, str]:

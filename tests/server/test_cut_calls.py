@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import post
+from tests.server.client import claude_client, post
 from tests.server.failing_engine import RunningServer, serving
 
 pytest.importorskip("llguidance")
@@ -116,7 +114,7 @@ def test_of_responses(client: openai.OpenAI, ways: dict[str, dict[str, Any]], wa
 
 def test_of_messages(server: RunningServer, ways: dict[str, dict[str, Any]]) -> None:
     """The input is what the official client makes of the beginning."""
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+    with claude_client(server.port) as client:
         for way, reason in (("length", "max_tokens"), ("stop", "stop_sequence")):
             asked = {**CLAUDE, "max_tokens": ways[way]["max_tokens"], "stop_sequences": ways[way].get("stop", [])}
             whole: Any = client.messages.create(**asked)
@@ -126,16 +124,3 @@ def test_of_messages(server: RunningServer, ways: dict[str, dict[str, Any]]) -> 
             assert [(block.type, block.input) for block in streamed.content] == [("tool_use", {})]
             used = [(block.type, block.input) for block in whole.content if block.type == "tool_use"]
             assert used == ([("tool_use", {})] if way == "length" else [])
-
-
-def test_a_whole_answer_that_max_tokens_cut_is_what_its_stream_comes_to(client: openai.OpenAI) -> None:
-    for most in range(1, 120, 7):
-        asked: Any = {**CHAT, "parallel_tool_calls": True, "max_tokens": most}
-        whole = client.chat.completions.create(**asked).choices[0]
-        streamed: dict[int, str] = {}
-        for chunk in client.chat.completions.create(**asked, stream=True):
-            for call in chunk.choices[0].delta.tool_calls or ():
-                streamed[call.index] = streamed.get(call.index, "") + (call.function.arguments or "")
-        assert calls_of(whole.message) == [*streamed.values()]
-        assert all(json.loads(call) for call in calls_of(whole.message)[:-1])
-        assert whole.finish_reason == "length"

@@ -12,7 +12,7 @@ from anthropic.types.shared import ErrorResponse
 
 from server.schema.anthropic import AnthropicChat, messages_of
 from tests.server.apis import INPUT, MESSAGES
-from tests.server.client import ask, get, post
+from tests.server.client import ask, claude_client, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, SayingEngine, serving
 
 MODEL = "test-model"
@@ -21,13 +21,9 @@ TURNS = [{"role": "user", "content": INPUT}]
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}  # which the client has no argument for
 
 
-def client_of(port: int, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key=key, max_retries=0)
-
-
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[anthropic.Anthropic]:
-    with client_of(server.port) as made:
+    with claude_client(server.port) as made:
         yield made
 
 
@@ -128,7 +124,7 @@ def test_what_is_thought_is_a_block_of_its_own() -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": text}]}
     with (
         serving(lambda _: SayingEngine("{{ '<think>' }}"), reasoning_parser="qwen3") as server,
-        client_of(server.port) as client,
+        claude_client(server.port) as client,
     ):
         whole: Any = client.messages.create(**asked)
         hidden: Any = client.messages.create(
@@ -140,24 +136,6 @@ def test_what_is_thought_is_a_block_of_its_own() -> None:
         assert [block.type for block in message.content] == ["thinking", "text"]
         assert "hm" in message.content[0].thinking and "Hello." in message.content[1].text
     assert hidden.content == whole.content[1:]
-
-
-def test_calls_that_are_nearly_json_are_read_and_others_are_no_calls() -> None:
-    def asked(arguments: str) -> dict[str, Any]:
-        text = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
-        return {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": text}], "tools": [WEATHER]}
-
-    with serving(lambda _: SayingEngine("{{ tools }} <tool_call>")) as server, client_of(server.port) as client:
-        nearly = asked('{"a": [True, None, 1e400,], "b": NaN,}')
-        whole: Any = client.messages.create(**nearly)
-        with client.messages.stream(**nearly) as events:
-            streamed: Any = events.get_final_message()
-        broken: Any = client.messages.create(**asked("{city: 1}"))
-    for message in (whole, streamed):
-        assert message.stop_reason == "tool_use"
-        assert [block.input for block in message.content] == [{"a": [True, None, "1e400"], "b": "NaN"}]
-    assert broken.stop_reason == "end_turn" and [block.type for block in broken.content] == ["text"]
-    assert broken.content[0].text == "{city: 1}"
 
 
 def test_the_client_lists_models(server: RunningServer, client: anthropic.Anthropic) -> None:
@@ -323,9 +301,9 @@ def test_errors_have_the_form_that_the_client_reads(server: RunningServer, clien
 def test_keys_come_in_the_header_that_the_client_sends(root_path: str) -> None:
     keys = ("sesame", "other")
     with serving(lambda _: FailingEngine(), api_keys=keys, root_path=root_path) as server:
-        with client_of(server.port, "sesame") as client:
+        with claude_client(server.port, "sesame") as client:
             assert client.messages.create(model=MODEL, messages=[{"role": "user", "content": "abc"}], max_tokens=2)
-        with client_of(server.port, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as refused:
+        with claude_client(server.port, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as refused:
             client.messages.create(model=MODEL, messages=[{"role": "user", "content": "abc"}], max_tokens=2)
         assert refused.value.type == "authentication_error"
         for headers, status in (

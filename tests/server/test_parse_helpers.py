@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, SecretStr, create_model
 
 from ssd.bundled import MODEL_PATH
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import official_client
+from tests.server.client import claude_client, official_client
 from tests.server.failing_engine import RunningServer, serving
 
 pytest.importorskip("llguidance")
@@ -117,7 +117,7 @@ def parsed(server: RunningServer, model: type[BaseModel], seed: int) -> Iterator
         )
         if found.status == "completed":
             yield model.model_validate_json(found.output_text)
-    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0) as other:
+    with claude_client(server.port) as other:
         schema = {"type": "json_schema", "schema": anthropic.transform_schema(model)}
         message = other.messages.create(
             model=MODEL, max_tokens=160, messages=asked, extra_body={"output_config": {"format": schema}}

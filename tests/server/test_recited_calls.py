@@ -18,12 +18,10 @@ from canitoolcall import checks
 from canitoolcall.fixtures import Fixture, load_fixtures
 from canitoolcall.results import ParsedToolCall, ParseResult
 
-from server.tools.values import is_json
-from tests.server.client import official_client
+from tests.server.client import claude_client, official_client
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.reciting_target import reciting
 from tests.server.test_recorded_calls import FAMILIES, FORMATS, NAMED, formats_of, prompt_of
-from tests.waiting import PATIENCE_S
 
 MODEL = "test-model"
 FIXTURES = load_fixtures()
@@ -130,10 +128,6 @@ def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool, mos
     return found, [item.model_dump(exclude_none=True) for item in output], [call.call_id for call in calls]
 
 
-def claude(port: int) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=PATIENCE_S)
-
-
 def anthropic_tools(tools: Any) -> list[Any]:
     functions = [tool["function"] for tool in tools]
     names = {"name": "name", "description": "description", "parameters": "input_schema"}
@@ -172,7 +166,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[..., Told], Callable[[list
         response_of,
         lambda given: [{"type": "function_call_output", "call_id": call, "output": text} for call, text in given],
     ),
-    "messages": (claude, message_of, message_results),
+    "messages": (claude_client, message_of, message_results),
 }
 """Of each API the client, how a conversation is asked, and what functions returned as the client sends it."""
 
@@ -225,22 +219,3 @@ def test_five_turns(server: RunningServer, pair: tuple[str, str | None], kind: s
             assert_is(found, fixture)
             returned = results_for(len(calls), following)
             conversation += [*said, *results([*zip(calls, returned, strict=bool(calls))])]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_call_is_the_beginning_of_the_whole_one(
-    server: RunningServer, pair: tuple[str, str | None], kind: str
-) -> None:
-    open_client, ask, _ = KINDS[kind]
-    fixture = next(each for each in recorded(pair) if each.expected and each.expected.tool_calls)
-    codec = server.engine_thread.engine.codec
-    assert codec is not None and fixture.expected is not None
-    num_tokens = len(codec.encode_completion(fixture.raw_output))
-    wanted = [call.arguments for call in fixture.expected.tool_calls]
-    said = [{"role": "user", "content": f"recite {fixture.id}"}]
-    with open_client(server.port) as client:
-        for most in range(num_tokens // 2, num_tokens, 1 + num_tokens // 12):
-            calls = ask(client, said, fixture.tools, False, most)[0].tool_calls
-            if calls and (kind == "messages" or not is_json(calls[-1].arguments_raw or "")):
-                calls = calls[:-1]  # the beginning; messages have its input as far as it can be read
-            assert len(calls) <= len(wanted) and [call.arguments() for call in calls] == wanted[: len(calls)]
