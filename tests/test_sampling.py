@@ -25,34 +25,6 @@ from tests.sampling_rows import make_row
 VOCAB = 24
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 10_000),
-    st.builds(
-        SamplingParams,
-        repetition_penalty=st.sampled_from([1.0, 0.8, 1.3]),
-        presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
-        frequency_penalty=st.sampled_from([0.0, 0.7]),
-        logit_bias=st.sampled_from([(), ((2, 5.0), (3, -100.0))]),
-        min_tokens=st.sampled_from([0, 3]),
-        allowed_token_ids=st.sampled_from([None, (3, 5), (1, 2, 3, 4, 5, 6, 7)]),
-        bad_words=st.sampled_from([(), ((4,), (1, 2)), ((1, 1, 2), (3,), (5,))]),
-    ),
-    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
-    st.lists(st.integers(0, 3), max_size=5),
-    st.lists(st.integers(0, 3), max_size=4),
-)
-def test_prefix_rules_see_each_positions_own_prefix(
-    seed: int, params: SamplingParams, prompt: list[int], output: list[int], draft: list[int]
-) -> None:
-    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (len(draft) + 1, VOCAB)).astype(np.float32))
-    expected = [
-        slow.penalised(logits[t].tolist(), params, prompt, output + draft[:t], (3, 5)) for t in range(len(draft) + 1)
-    ]
-    apply_prefix_rules(logits, make_row(params, draft=draft, prompt=prompt, output=output, forbidden_ids=(3, 5)))
-    assert np.allclose(logits.numpy(), np.array(expected, np.float32), rtol=1e-5, atol=1e-5)
-
-
 @given(st.integers(0, 10_000), st.lists(st.integers(0, VOCAB - 1), max_size=4), st.integers(0, 5))
 def test_logprobs_equal_the_slow_twin(seed: int, token_ids: list[int], num_top: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, (5, VOCAB)).astype(np.float32)

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
-from ssd.config import DraftConfig, SamplingParams
+from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine.acceptance import accept_drafts
-from ssd.engine.drafter_backends import validate_draft
-from ssd.errors import ConfigError
-from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, path_to
+from ssd.model.kv.tree import TreeShape, is_tree, path_to
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.select_runner import can_verify_trees
 from ssd.model.runners.slot_runner import SlotRunner
@@ -92,6 +90,8 @@ def test_acceptance_is_the_best_path_of_plain_decoding(tree: tuple[list[int], li
                 frequency_penalty=st.sampled_from([0.0, 0.7]),
                 logit_bias=st.sampled_from([(), ((2, 5.0),)]),
                 min_tokens=st.sampled_from([0, 3]),
+                allowed_token_ids=st.sampled_from([None, (3, 5), (1, 2, 3, 4, 5, 6, 7)]),
+                bad_words=st.sampled_from([(), ((4,), (1, 2)), ((1, 1, 2), (3,), (5,))]),
                 top_k=st.sampled_from([-1, 0, 1, 3, 100]),
                 top_p=st.sampled_from([0.05, 0.5, 0.93, 1.0]),
                 min_p=st.sampled_from([0.0, 0.1, 1.0]),
@@ -221,23 +221,6 @@ def test_a_model_that_mixes_neighbours_outside_attention_gets_no_trees() -> None
     assert target.length(0) == 0
 
 
-@given(st.lists(st.integers(0, 9), max_size=8), st.lists(st.integers(-2, 8), max_size=8), st.integers(0, 9))
-def test_what_is_no_tree_is_refused_and_what_is_too_big_is_cut(
-    tokens: list[int], parents: list[int], limit: int
-) -> None:
-    found = validate_draft(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=True)
-    is_one = len(parents) == len(tokens) and all(-1 <= parent < i for i, parent in enumerate(parents))
-    if not is_one:
-        assert found is None
-        return
-    assert found is not None and found.token_ids.tolist() == tokens[:limit]
-    kept = list(range(-1, len(found.token_ids) - 1)) if found.parents is None else found.parents.tolist()
-    assert kept == parents[:limit]
-    chain = validate_draft(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=False)
-    assert chain is not None and chain.parents is None
-    assert chain.token_ids.tolist() == tokens[: min(limit, leading_chain(ints(parents)))]
-
-
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 9))
 def test_a_draft_is_accepted_up_to_the_first_difference(seed: int, num_rows: int, width: int) -> None:
     random = np.random.default_rng(seed)
@@ -307,11 +290,6 @@ def test_trees_are_asked_for_where_they_can_be_verified(
     asked = [ask(str(i), (5, 6 + i), max_tokens=3 if count == 1 else 1, temperature=1.0) for i in range(count)]
     answers_of(engine, asked)
     assert drafter.trees == {expected} and ("verifies only chains" in caplog.text) == on_falcon
-
-
-def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ConfigError, match="draft_shape must be one of auto, chain, tree"):
-        DraftConfig(draft_shape="bush")  # type: ignore[arg-type]
 
 
 def test_the_last_step_of_a_tree_teaches_every_token_that_was_tested() -> None:
