@@ -16,7 +16,8 @@ from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine.acceptance import accept_drafts
-from ssd.model.kv.tree import TreeShape, is_tree, path_to
+from ssd.engine.drafter_backends import validate_draft
+from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.select_runner import can_verify_trees
 from ssd.model.runners.slot_runner import SlotRunner
@@ -315,3 +316,20 @@ def test_the_last_step_of_a_tree_teaches_every_token_that_was_tested() -> None:
         learned[name] = drafter.model_of(None).num_learned - before
     tested = [parent for parent in parents if parent in (-1, 0, child)]
     assert learned == {"path": len(tested), "none accepted": parents.count(-1), "unknown": 0, "cut": 1}
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.lists(st.integers(-2, 8), max_size=8), st.integers(0, 9))
+def test_what_is_no_tree_is_refused_and_what_is_too_big_is_cut(
+    tokens: list[int], parents: list[int], limit: int
+) -> None:
+    found = validate_draft(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=True)
+    is_one = len(parents) == len(tokens) and all(-1 <= parent < i for i, parent in enumerate(parents))
+    if not is_one:
+        assert found is None
+        return
+    assert found is not None and found.token_ids.tolist() == tokens[:limit]
+    kept = list(range(-1, len(found.token_ids) - 1)) if found.parents is None else found.parents.tolist()
+    assert kept == parents[:limit]
+    chain = validate_draft(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=False)
+    assert chain is not None and chain.parents is None
+    assert chain.token_ids.tolist() == tokens[: min(limit, leading_chain(ints(parents)))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import ssl
 import subprocess
@@ -185,3 +186,18 @@ def test_named_sites_may_call_and_others_may_not(below: RunningServer) -> None:
     assert "x-request-id" in refused.headers["access-control-expose-headers"]
     stranger = get(below.port, "/v1/models", headers={"origin": "https://b.example", **KEY})
     assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_a_key_of_another_certificate_is_refused_at_the_start(
+    files: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        network("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.client_key))
+    assert "cannot be used for TLS" in capsys.readouterr().err
+
+
+def test_without_the_option_no_page_of_another_site_may_call() -> None:
+    with serving(lambda _: FailingEngine()) as server:
+        answer = get(server.port, "/v1/models", headers={"origin": "https://a.example"})
+        assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
+        assert json.loads(preflight(server.port, "https://a.example").content)["error"]["type"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from server.answers.obfuscation import EqualChunks, TickClock
 from server.answers.wire import PADDED_BYTES
 from server.base.settings import ObfuscationOptions
+from ssd.bundled import MODEL_PATH
+from ssd.engine import FinishReason, RequestOutput, RequestStats
+from ssd.text.codec import TextCodec
+from ssd.text.detokenizer import TextStream
 from tests.server.apis import CHAT, COMPLETIONS, INPUT, RESPONSES, Api
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import metric, post
@@ -106,3 +114,77 @@ def test_a_stream_that_fails_says_so() -> None:
         *events, failed = post(server.port, COMPLETIONS.path, asked).events
     assert "".join(event["choices"][0]["text"] for event in events) == "ba" * 16  # two whole pieces of 40 tokens
     assert failed["error"]["code"] is not None
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def outputs(codec: TextCodec, token_ids: list[int], cuts: list[int]) -> list[RequestOutput]:
+    """An output of ``token_ids`` whose steps end at ``cuts``."""
+    stream = TextStream(codec)
+    bounds = sorted({*(cut for cut in cuts if cut < len(token_ids)), len(token_ids)} - {0})
+    made = []
+    for start, stop in zip([0, *bounds], bounds, strict=False):
+        text, ended = stream.push(token_ids[start:stop]), stop == len(token_ids)
+        text += stream.finish() if ended else ""
+        made.append(
+            RequestOutput(
+                request_id="a",
+                token_ids=tuple(token_ids[start:stop]),
+                text=text,
+                finish_reason=FinishReason.LENGTH if ended else None,
+                stats=RequestStats(),
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(str(MODEL_PATH))
+
+
+@given(
+    st.lists(st.lists(st.integers(4, 300), min_size=1, max_size=70), min_size=1, max_size=3),
+    st.lists(st.integers(1, 70), max_size=40),
+    st.randoms(use_true_random=False),
+)
+def test_pieces_do_not_depend_on_how_tokens_came(
+    codec: TextCodec, choices: list[list[int]], cuts: list[int], random: Any
+) -> None:
+    """Tokens of 4..300 are mostly single bytes: many characters are spelled by several."""
+    found = []
+    for cut_at in (cuts, range(71), []):
+        pieces = EqualChunks([TextStream(codec) for _ in choices], PIECE_TOKENS)
+        steps = [[(i, output) for output in outputs(codec, ids, [*cut_at])] for i, ids in enumerate(choices)]
+        rounds = []
+        while any(steps):
+            index, output = random.choice([queue for queue in steps if queue]).pop(0)
+            pieces.add(index, output)
+            while pairs := pieces.next_round():
+                rounds.append([(i, piece.token_ids, piece.text, piece.finish_reason) for i, piece in pairs])
+        assert pieces.ended
+        found.append(rounds)
+    assert found[0] == found[1] == found[2]
+    for index, token_ids in enumerate(choices):
+        mine = [piece for pairs in found[0] for piece in pairs if piece[0] == index]
+        assert [len(piece[1]) for piece in mine[:-1]] == [PIECE_TOKENS] * (len(mine) - 1)
+        assert [token for piece in mine for token in piece[1]] == token_ids
+        assert "".join(piece[2] for piece in mine) == "".join(o.text for o in outputs(codec, token_ids, []))
+
+
+# -- the pace ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_ticks_evenly_and_waits_for_nobody_who_is_late() -> None:
+    async def ticks() -> list[float]:
+        pace, started, found = TickClock(0.05, lambda: False), time.monotonic(), []
+        for work_s in (0.0, 0.0, 0.12, 0.0):
+            await asyncio.sleep(work_s)
+            await pace.wait_until()
+            found.append(time.monotonic() - started)
+        return found
+
+    found = asyncio.run(ticks())
+    assert all(at >= earliest - 0.01 for at, earliest in zip(found, (0.05, 0.10, 0.25, 0.30), strict=True))
+    assert found[-1] < 2

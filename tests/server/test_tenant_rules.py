@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -470,3 +471,47 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     for other in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match=r"--secret-file .* cannot be read: .*\. `openssl rand .* the same file"):
             read_given_secret(other, None)
+
+
+def test_what_a_tenant_said_to_each_adapter_is_apart_and_deleted_together(rules: Path) -> None:
+    settings = ServerSettings(model_names=("m",), model="m", adapters={"sql": "adapters/sql"})
+    tenants, gone = open_tenants(settings, SECRET, path=rules), list[str]()
+    tenants.caches = lambda: noting(gone)
+    alice = account_of(tenants, "alices-key")
+    names = [tenants.cache_use(alice, base, None).namespace for base in settings.namespaces]
+    assert len(set(names)) == 2 and set(tenants.labels()) > {*names}
+    assert tenants.labels()[names[1] or ""] == "alice/default.sql"
+    tenants.delete_cache("alice")
+    assert gone == names
+
+
+def flips(content: bytes) -> Iterator[bytes]:
+    """``content`` with one wrong bit, in each byte."""
+    for place in range(len(content)):
+        yield content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+
+
+def test_no_wrong_bit_of_a_kept_secret_is_believed(tmp_path: Path) -> None:
+    load_or_create_secret(tmp_path)
+    path = tmp_path / ".ssd" / "secret"
+    whole = path.read_bytes()
+    for content in flips(whole):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"is damaged .*Restore it from a copy"):
+            load_or_create_secret(tmp_path)
+        assert path.read_bytes() == content
+    for cut in (whole[: len(whole) // 2], b"", bytes(len(whole))):
+        path.write_bytes(cut)
+        with pytest.raises(ConfigError):
+            load_or_create_secret(tmp_path)
+
+
+def test_a_lost_secret_is_not_made_anew_where_tenants_have_caches(rules: Path, tmp_path: Path) -> None:
+    home = tmp_path / "cache"
+    path = taught(opened(rules, directory=home), home)
+    with pytest.raises(
+        ConfigError,
+        match=rf"secret is missing\. Without this secret, 1 cache\(s\).*{path.name}.*cannot be found.*inspect",
+    ):
+        load_or_create_secret(home)
+    assert not (home / ".ssd" / "secret").exists()
