@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache_manager import CacheManager
-from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
-from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_count, sequences, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -48,157 +43,6 @@ def check_counts(snapshot: Snapshot, said: list[Text]) -> None:
 def num_tokens(said: list[Text]) -> int:
     """With separators."""
     return sum(len(sequence) + 1 for sequence in said)
-
-
-class Twin:
-    """The index as lists: groups of sequences that were sealed together, and the tail."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.groups: list[list[Text]] = []
-        self.tail: list[Text] = []
-
-    def said(self) -> list[Text]:
-        """Everything, oldest first."""
-        return [sequence for group in [*self.groups, self.tail] for sequence in group]
-
-    def evict(self, num_new_tokens: int) -> None:
-        """Whole groups, oldest first, until there is room."""
-        while self.groups and num_tokens(self.said()) + num_new_tokens > self.capacity:
-            self.groups.pop(0)
-
-    def append(self, piece: Text) -> None:
-        """Evict, then drop the oldest of a tail that alone is too long."""
-        self.evict(len(piece) + 1)
-        self.tail.append(piece)
-        while num_tokens(self.tail) > self.capacity:
-            self.tail.pop(0)
-
-    def seal(self, due: list[Text]) -> None:
-        """``due``, taken from the tail earlier, is a group now; what of it is still in the tail leaves it."""
-        self.tail = [piece for piece in self.tail if not any(piece is sealed for sealed in due)]
-        self.groups.append(due)
-        self.evict(0)
-
-    def merge(self, inputs: list[list[Text]]) -> bool:
-        """False if one of the groups is gone."""
-        places = [place for place, group in enumerate(self.groups) if group is inputs[0]]
-        if not places:
-            return False
-        first = places[0]
-        self.groups[first : first + len(inputs)] = [[sequence for group in inputs for sequence in group]]
-        return True
-
-
-class Halves(RuleBasedStateMachine):
-    """Index and directory, driven half a step at a time, dying anywhere, against the twin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.home = tempfile.TemporaryDirectory()
-        self.num_segments = 0
-        self.committed: list[tuple[str, list[Text]]] = []
-
-    @initialize(capacity=st.sampled_from([16, 64, 200]), fanout=st.integers(2, 3))
-    def create(self, capacity: int, fanout: int) -> None:
-        self.config = IndexConfig(capacity_tokens=capacity, flush_tokens=8, merge_fanout=fanout, lead_in_tokens=1)
-        self.open()
-
-    def open(self) -> None:
-        """As the last commit left it; groups by segment id, as both sides know them."""
-        self.directory = SegmentDirectory(Path(self.home.name), fingerprint=FINGERPRINT, namespace="default")
-        segments, failures = self.directory.load()
-        assert failures == [] and [s.segment_id for s in segments] == [name for name, _ in self.committed]
-        self.index = SuffixIndex(self.config, segments, self.directory.manifest.next_position)
-        self.twin = Twin(self.config.capacity_tokens)
-        self.twin.groups = [group for _, group in self.committed]
-        self.groups = dict(self.committed)
-        self.twin.evict(0)
-        self.sealing: tuple[Segment, list[Text]] | None = None
-        self.merging: tuple[tuple[Segment, ...], Segment] | None = None
-
-    def build(self, tokens: np.ndarray, start: int | None) -> Segment:
-        """A segment with a file."""
-        self.num_segments += 1
-        return self.directory.write(build_segment(tokens, start=start, segment_id=f"{self.num_segments:06d}"))
-
-    @rule(sequence=_SEQUENCES)
-    def append(self, sequence: Text) -> None:
-        for piece in self.index.append(np.array(sequence, np.int32)):
-            self.twin.append(piece.tolist())
-
-    @precondition(lambda self: self.sealing is None and self.twin.tail)
-    @rule()
-    def begin_to_seal(self) -> None:
-        due = self.index.memtable_to_flush()
-        assert due is not None
-        start, tokens = due
-        num_due = tokens.tolist().count(SEPARATOR)
-        assert sequences(tokens.tolist()) == self.twin.tail[:num_due]
-        self.sealing = self.build(tokens, start), self.twin.tail[:num_due]
-
-    @precondition(lambda self: self.sealing is not None)
-    @rule()
-    def finish_to_seal(self) -> None:
-        assert self.sealing is not None
-        segment, due = self.sealing
-        self.sealing = None
-        self.index.install_flushed(segment)
-        self.twin.seal(due)
-        self.groups[segment.segment_id] = due
-
-    @precondition(lambda self: self.merging is None)
-    @rule()
-    def begin_to_merge(self) -> None:
-        inputs = self.index.plan_merge()
-        if inputs is not None:
-            tokens = np.concatenate([segment.tokens for segment in inputs])
-            self.merging = inputs, self.build(tokens, inputs[0].start)
-
-    @precondition(lambda self: self.merging is not None)
-    @rule()
-    def finish_to_merge(self) -> None:
-        assert self.merging is not None
-        inputs, merged = self.merging
-        self.merging = None
-        groups = [self.groups[segment.segment_id] for segment in inputs]
-        is_installed = self.index.install_merged(inputs, merged)
-        assert is_installed == self.twin.merge(groups)
-        if is_installed:
-            self.groups[merged.segment_id] = next(g for g in self.twin.groups if g[0] is groups[0][0])
-
-    @precondition(lambda self: self.merging is None and self.sealing is None)
-    @rule()
-    def commit(self) -> None:
-        self.directory.commit(self.index.ring_segments, next_position=self.index.next_position)
-        self.committed = [(s.segment_id, self.groups[s.segment_id]) for s in self.index.ring_segments]
-
-    @rule()
-    def die_and_reopen(self) -> None:
-        self.directory.close()  # as the kernel does with the lock of a process that died
-        self.open()
-
-    @invariant()
-    def nothing_is_lost_or_twice(self) -> None:
-        if hasattr(self, "twin"):
-            snapshot, said = self.index.snapshot(), self.twin.said()
-            assert sequences(snapshot_text(snapshot)) == said
-            assert snapshot.num_tokens <= self.config.capacity_tokens
-            check_counts(snapshot, said)
-
-    def teardown(self) -> None:
-        if hasattr(self, "twin"):
-            self.directory.close()
-            self.open()
-            self.nothing_is_lost_or_twice()
-            files = {path.name for path in Path(self.home.name).glob("*.seg")}
-            assert files == {f"{name}.seg" for name, _ in self.committed}
-            self.directory.close()
-        self.home.cleanup()
-
-
-TestHalves = Halves.TestCase
-TestHalves.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 @settings(max_examples=40)
@@ -411,54 +255,3 @@ def test_segments_that_cannot_be_read_for_now_are_not_removed(tmp_path: Path) ->
     result, log = run_child(_TOO_FEW_FILES, tmp_path)
     assert "Too many open files" in result["refused"] and result["unchanged"] and log == ""
     assert result["read"] == result["reopened"] == list(range(40))
-
-
-_READ_ONLY = (
-    _CHILD_SETUP
-    + """
-from ssd.retrieval import namespace_cache
-namespace_cache.RETRY_S = 0.01
-
-def mount(*arguments):
-    subprocess.run(["mount", *arguments, str(home)], check=True)
-
-result = {}
-caches = opened()
-learn(caches, 0, 20)
-mount("--bind", str(home))
-mount("-o", "remount,bind,ro")
-caches.get().append([20] + [0] * 99)
-caches.flush()
-result["read_only"] = numbers(caches), failures(caches)
-for _ in range(2):
-    try:
-        opened()
-    except Exception as error:
-        result[type(error).__name__] = str(error)
-    if "writable" not in result:
-        subprocess.run(["umount", str(home)], check=True)
-        learn(caches, 21, 30)
-        caches.flush()
-        result["writable"] = numbers(caches)
-        caches.close()
-        del caches
-        mount("--bind", str(home))
-        mount("-o", "remount,bind,ro")
-subprocess.run(["umount", str(home)], check=True)
-result["reopened"] = numbers(opened())
-print(json.dumps(result))
-"""
-)
-
-
-def test_a_directory_that_becomes_read_only_and_writable_again_costs_nothing(tmp_path: Path) -> None:
-    in_mounts = ("unshare", "--map-root-user", "--mount")
-    if shutil.which("unshare") is None or subprocess.run([*in_mounts, "true"], capture_output=True).returncode:
-        pytest.skip("no mounts of our own here")
-    result, log = run_child(_READ_ONLY, tmp_path, *in_mounts)
-    said, num_failures = result["read_only"]
-    assert said == list(range(21)) and num_failures > 0
-    assert "another process writes" in result["CacheLocked"]  # the lock outlives it
-    assert result["writable"] == result["reopened"] == list(range(30))
-    assert "Read-only file system" in result["StoreUnavailable"]
-    assert [line.split()[0] for line in log.splitlines()] == ["ERROR", "WARNING"]

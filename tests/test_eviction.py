@@ -194,19 +194,6 @@ def index_of(capacity_tokens: int = 800, merge_fanout: int = 2) -> SuffixIndex:
     return SuffixIndex(config)
 
 
-def test_a_snapshot_is_unchanged_by_a_later_seal_and_merge() -> None:
-    index = index_of()
-    for token in range(8):
-        index.append(tokens_of([token, token, token]))
-        seal(index)
-    before = index.snapshot()
-    text = snapshot_text(before)
-    while merge(index):
-        pass
-    assert len(index.snapshot().segments) < len(before.segments)
-    assert snapshot_text(before) == text == snapshot_text(index.snapshot())
-
-
 def test_sequences_dropped_while_they_are_being_sealed_are_not_lost() -> None:
     index = index_of(capacity_tokens=16)
     index.append(tokens_of([1]))
