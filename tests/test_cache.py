@@ -59,16 +59,6 @@ def test_what_is_no_sequence_is_counted_and_never_raised(bad: object, caplog: py
     assert len(caplog.records) == 1
 
 
-def test_the_callers_array_may_change_afterwards() -> None:
-    with CacheManager(_config(), FINGERPRINT, inline=True) as caches:
-        heard: list[list[np.ndarray]] = []
-        caches.get().add_listener(heard.append)
-        tokens = np.array([1, 2, 3], np.int32)
-        caches.get().append(tokens)
-        tokens[:] = 9
-        assert _said(caches) == [[1, 2, 3]] and heard[0][0].tolist() == [1, 2, 3]
-
-
 def test_listeners_hear_local_pieces_only_and_may_fail() -> None:
     def fails(_: list[np.ndarray]) -> None:
         raise RuntimeError("listener")
@@ -191,32 +181,6 @@ def _after_crash(path: Path, copy: Path) -> CacheManager:
     return _set(copy)
 
 
-def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
-    with _set(tmp_path / "a") as caches:
-        cache = caches.get()
-        assert cache.checkpoint is None
-        cache.append_replicated([np.array([1, 2], np.int32)], source={"n": 1})
-        cache.set_source({"n": 2})
-        caches.flush()
-        cache.append([3])
-        cache.set_source({"n": 3})
-        caches.maintain()  # seals nothing
-        with _after_crash(tmp_path / "a", tmp_path / "b") as again:
-            assert again.get().checkpoint == Checkpoint({"n": 2}, 3)
-            assert stored(again) == [[1, 2]]
-    with _set(tmp_path / "a") as again:
-        assert again.get().checkpoint == Checkpoint({"n": 3}, 5)
-
-
-def test_a_mark_is_kept_through_a_life_that_sets_none(tmp_path: Path) -> None:
-    with _set(tmp_path / "a") as caches:
-        caches.get().append_replicated([np.array([1, 2], np.int32)], source={"n": 1})
-    with _set(tmp_path / "a") as caches:
-        caches.get().append([3, 4, 5])
-    with _set(tmp_path / "a") as caches:
-        assert caches.get().checkpoint == Checkpoint({"n": 1}, 3)
-
-
 # Where files cannot be written
 
 
@@ -260,23 +224,3 @@ def test_what_could_not_be_written_holds_the_mark_back(
         )
         assert kept.source["n"] == 19  # merging wrote what had only been in memory
     assert "stays in memory" in caplog.text
-
-
-def test_positions_of_pieces_are_where_they_lie() -> None:
-    index = IndexConfig(capacity_tokens=400, lead_in_tokens=2)
-    with CacheManager(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
-        cache = caches.get()
-        cache.append_replicated([np.array([9, 9, 9], np.int32)])
-        heard: list[tuple[int, list[list[int]]]] = []
-        cache.add_listener(lambda pieces: heard.append((pieces.position, [piece.tolist() for piece in pieces])))
-        cache.append(np.arange(120))
-        cache.append([7])
-        (first, pieces), (second, last) = heard
-        assert first == 4 and len(pieces) > 1
-        assert second == first + sum(len(piece) + 1 for piece in pieces)
-        assert last == [[7]]
-        snapshot = cache.snapshot()
-        position = first
-        for piece in pieces:
-            assert snapshot.ring[position : position + len(piece)].tolist() == piece
-            position += len(piece) + 1

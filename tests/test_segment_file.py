@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import struct
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,16 @@ from hypothesis import strategies as st
 from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
-from ssd.errors import CacheError, SegmentCorrupt
+from ssd.errors import CacheError
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.files import MANIFEST_NAME, read_manifest
 from ssd.retrieval.segment import (
-    GUARD_BYTES,
     HEADER_LENGTH,
     SEPARATOR,
     Segment,
-    allocate_tokens,
     num_samples,
     open_segment,
-    pack,
     packed_size,
-    segment_file_size,
     write_segment,
 )
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
@@ -61,22 +55,6 @@ def _bytes(segment: Segment) -> bytes:
         return path.read_bytes()
 
 
-@pytest.mark.parametrize("start", [0, 1 << 50, None])
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 1000])
-def test_what_is_written_is_read(tmp_path: Path, num_tokens: int, start: int | None) -> None:
-    path = tmp_path / "a.seg"
-    written = _segment(num_tokens, start)
-    write_segment(path, written, fingerprint=FINGERPRINT, namespace="default")
-    assert path.stat().st_size == segment_file_size(num_tokens, 2)
-    read = open_segment(path, fingerprint=FINGERPRINT)
-    assert np.array_equal(read.tokens, written.tokens) and np.array_equal(read.order, written.order)
-    assert (read.start, read.segment_id) == (start, "some-segment")
-    assert np.array_equal(read.sparse_index, written.sparse_index)
-    for array in (read.text, read.order, read.sparse_index):
-        assert not array.flags.writeable and array.ctypes.data % 64 == 0
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
-
-
 def _signed(content: bytearray) -> bytes:
     """With every checksum made to match what the bytes are now, as far as the header says where the sections lie."""
     width, n = (min(value, 1 << 16) for value in struct.unpack_from("<IQ", content, 20))
@@ -86,62 +64,6 @@ def _signed(content: bytearray) -> bytes:
         struct.pack_into("<Q", content, offset, xxhash.xxh3_64_intdigest(bytes(part)))
     struct.pack_into("<Q", content, 248, xxhash.xxh3_64_intdigest(bytes(content[:248])))
     return bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("offset", "form", "values"),
-    [
-        (24, "<Q", (0, 21, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 64) - 1)),
-        (20, "<I", (0, 1, 4, 5, 1 << 31)),
-        (16, "<I", (0x04030201,)),
-        (44, "<I", (0, 64)),
-        (32, "<Q", ((1 << 64) - 1,)),
-    ],
-)
-def test_a_header_that_asks_for_the_moon_is_refused(
-    tmp_path: Path, offset: int, form: str, values: tuple[int, ...]
-) -> None:
-    for value in values:
-        content = bytearray(_bytes(_segment()))
-        struct.pack_into(form, content, offset, value)
-        struct.pack_into("<Q", content, 248, xxhash.xxh3_64_intdigest(bytes(content[:248])))
-        (tmp_path / "a.seg").write_bytes(content)
-        with pytest.raises(SegmentCorrupt):
-            open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
-
-
-def _closed_wrongly(*tokens: int) -> Segment:
-    text = np.array(tokens, np.int32)
-    return Segment(pack(text, 2), np.arange(1, len(text) + 1, dtype=np.int32), np.zeros(1, np.uint64), 2, 0, "a")
-
-
-def _of_no_token() -> Segment:
-    text = pack(np.array([7, SEPARATOR], np.int32), 4)
-    text[GUARD_BYTES : GUARD_BYTES + 4] = 255
-    return Segment(text, np.array([1, 2], np.int32), np.zeros(1, np.uint64), 4, 0, "a")
-
-
-@pytest.mark.parametrize(
-    ("segment", "says"),
-    [
-        *((replace(_segment(), order=np.full(20, position, np.int32)), "position") for position in (0, -1, 21)),
-        *((_closed_wrongly(*tokens), "separator") for tokens in ((1, 2), (5, SEPARATOR, 0))),
-        (_of_no_token(), "invalid token id"),
-    ],
-)
-def test_sections_that_no_writer_writes_are_refused_though_the_checksums_match(
-    tmp_path: Path, segment: Segment, says: str
-) -> None:
-    _write(tmp_path / "a.seg", segment)
-    with pytest.raises(SegmentCorrupt, match=says):
-        open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.seg").mkdir()  # cannot be replaced by a file
-    with pytest.raises(OSError):
-        _write(tmp_path / "a.seg", _segment())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
 
 
 GOOD = _bytes(_segment(200))
@@ -198,15 +120,6 @@ def test_no_forged_file_leads_a_lookup_outside_it(
     request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, 16)
     for name in DRAFTER_NAMES:
         assert len(make_drafter(name, DraftConfig()).propose([request])[0].token_ids) <= 16
-
-
-def test_pages_that_cannot_be_had_are_a_lack_of_memory() -> None:
-    with pytest.raises(MemoryError):
-        allocate_tokens(1 << 60)
-    assert len(allocate_tokens(0)) == 0
-    pages = allocate_tokens(3)
-    pages[:] = 7
-    assert pages.tolist() == [7, 7, 7]
 
 
 # Manifests
@@ -306,13 +219,3 @@ def test_any_bytes_are_no_manifest_and_the_error_says_what_to_do(
     (path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CacheError, match=r"delete the directory|has format"):
         read_manifest(path, fingerprint=FINGERPRINT)
-
-
-@given(st.integers(0, 500), st.integers(1, 255))
-def test_a_changed_manifest_is_noticed(home: Path, offset: int, flip: int) -> None:
-    content = bytearray((home / "default" / MANIFEST_NAME).read_bytes())
-    content[offset % len(content)] ^= flip
-    with tempfile.TemporaryDirectory() as place:
-        Path(place, MANIFEST_NAME).write_bytes(content)
-        with contextlib.suppress(CacheError):  # or else white space, perhaps
-            assert read_manifest(Path(place)) == read_manifest(home / "default")
