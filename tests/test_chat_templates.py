@@ -81,11 +81,6 @@ USER = turn("user", "USR")
 TWO_CALLS = turn("assistant", None, tool_calls=[call(1), call(2)])
 
 
-def test_a_developer_is_the_system_of_a_template_that_only_mentions_the_word() -> None:
-    written = prompt("no developer", [turn("developer", "DEV"), USER])
-    assert written == "[system DEV][user USR][assistant "
-
-
 @pytest.mark.parametrize("name", ["parts alone", "parts of the user alone"])
 def test_content_is_a_list_of_parts_where_a_string_would_be_lost(name: str) -> None:
     messages = [turn("system", "SYS"), USER, turn("assistant", "ANS"), turn("user", [{"type": "text", "text": "MORE"}])]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-import ssd
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ModelError, RequestError
 from ssd.text.codec import TextCodec, TokenTexts, encode_bad_words
@@ -27,7 +26,6 @@ from tests.tokenizers_for_tests import (
     write_model_directory,
 )
 
-ROOT = Path(ssd.__file__).parent.parent
 USER = {"role": "user", "content": "hello"}
 
 
@@ -39,14 +37,6 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 # Loading
-
-
-def test_properties_of_a_model_directory(codec: TextCodec) -> None:
-    assert codec.vocab_size == 400
-    assert codec.eos_token_ids == (0, 3)
-    assert (codec.eos_token_id, codec.bos_token_id) == (0, 1)
-    assert codec.special_ids == {0, 1, 2, 3, 4}
-    assert codec.has_chat_template
 
 
 def test_a_lone_tokenizer_file_finds_its_end_of_text(sentencepiece: TextCodec) -> None:
@@ -100,31 +90,6 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
 # Encoding
 
 
-def test_ids_are_those_of_transformers(codec: TextCodec, model: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    text = "def naïve(café):\n    return '你好 😀'  "
-    assert codec.encode_prompt(text) == tokenizer.encode(text)
-    assert codec.encode_prompt(text)[0] == codec.bos_token_id
-    assert codec.encode_completion(text) == tokenizer.encode(text, add_special_tokens=False)
-    messages = [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "he"}]
-    asked: list[dict[str, Any]] = [
-        {"add_generation_prompt": True},
-        {"continue_final_message": True, "add_generation_prompt": False},
-    ]
-    for options in asked:
-        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-        assert codec.encode_chat(messages, **options) == expected
-    assert codec.decode(codec.encode_completion(text)) == text
-
-
-def test_a_template_of_the_callers_and_its_variables(codec: TextCodec) -> None:
-    template = "{{ messages[0]['content'] }}{{ mood }}{{ tools | length }}"
-    ids = codec.encode_chat([USER], chat_template=template, template_kwargs={"mood": "!", "tools": [{}, {}]})
-    assert codec.decode(ids) == "hello!2"
-
-
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -163,14 +128,6 @@ def test_other_reasons_to_refuse_a_conversation(codec: TextCodec, sentencepiece:
     with pytest.raises(RequestError, match="tokenize") as caught:
         codec.encode_chat([USER], template_kwargs={"tokenize": True})
     assert caught.value.param == "chat_template_kwargs"
-
-
-def test_tool_call_arguments_reach_the_template_as_objects(codec: TextCodec) -> None:
-    call: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages: list[dict[str, Any]] = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    template = "{{ messages[1].tool_calls[0].function.arguments.x + 1 }}{{ messages[1].content }}"
-    assert codec.decode(codec.encode_chat(messages, chat_template=template)) == "2"
-    assert call["function"]["arguments"] == '{"x": 1}'  # the caller's is untouched
 
 
 def test_templates_that_want_arguments_as_text_get_them(codec: TextCodec) -> None:
@@ -254,47 +211,8 @@ def test_a_longer_conversation_begins_as_it_did(refusal: str, conversation: str)
         assert whole.startswith(said(refusal, conversation[:end]))
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "does <|end|> it"}}]
-
-
-def test_tools_are_told_in_words_where_a_template_knows_of_none(codec: TextCodec) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "ü"}'}}
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "be brief"},
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [call, call]},
-        {"role": "tool", "tool_call_id": "1", "content": "one"},
-        {"role": "tool", "tool_call_id": "2", "content": "two <|end|>"},
-    ]
-    ids = codec.encode_chat(messages, template_kwargs={"tools": TOOLS}, tools_in_words=True)
-    text = codec.decode(ids)
-    written = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
-    assert text.startswith("<|system|>be brief\n\nYou may call functions.")
-    assert '<tools>\n{"name": "f", "description": "does <|end|> it"}\n</tools>' in text
-    assert f"<|assistant|>{written}\n{written}<|end|>" in text
-    assert text.endswith(
-        "<|user|><tool_response>\none\n</tool_response>\n<tool_response>\ntwo <|end|>\n</tool_response><|assistant|>"
-    )
-    end = codec.encode_completion("<|end|>")
-    assert ids.count(end[0]) == 1  # the template's alone
-
-
 def test_half_a_surrogate_pair_is_no_character(codec: TextCodec) -> None:
     assert codec.decode(codec.encode_completion("a\ud800b")) == "a\ufffdb"
-
-
-def test_examples_begin_with_what_the_server_would_encode(codec: TextCodec) -> None:
-    example = codec.encode_completion_example("Say hi", " hi")
-    assert example.token_ids == [*codec.encode_prompt("Say hi"), *codec.encode_completion(" hi"), 0]
-    assert example.prompt_length == len(codec.encode_prompt("Say hi"))
-    messages = [USER, {"role": "assistant", "content": "one"}, USER, {"role": "assistant", "content": "two"}]
-    first, second = (
-        codec.encode_answer_example(codec.encode_chat(messages[:turn]), messages[turn]["content"]) for turn in (1, 3)
-    )
-    assert first.token_ids == [*codec.encode_chat(messages[:1]), *codec.encode_completion("one"), 0]
-    assert second.token_ids[: second.prompt_length] == codec.encode_chat(messages[:3])
-    assert second.token_ids[: len(first.token_ids)] == first.token_ids  # so it need not be stored again
-    assert codec.encode_text_example("abc").token_ids == [*codec.encode_prompt("abc"), 0]
 
 
 def test_threads_may_encode_and_decode_at_once(codec: TextCodec) -> None:
@@ -386,25 +304,6 @@ def test_the_text_ends_at_the_first_stop_string(
     )
 
 
-def test_what_may_become_a_stop_string_is_held_back(codec: TextCodec) -> None:
-    stream = TextStream(codec, stop=("<end>",))
-    assert stream.push(codec.encode_completion("text <en")) == "text "
-    assert stream.push(codec.encode_completion("t <end")) == "<ent "
-    assert stream.stop_hit is None
-    assert stream.push(codec.encode_completion("> more")) == ""
-    assert stream.stop_hit == "<end>"
-    assert stream.finish() == ""
-
-
-def test_an_incomplete_character_waits_for_its_end(codec: TextCodec) -> None:
-    ids = codec.encode_completion("\U0001f680")  # not in what the tokenizer was trained on
-    assert len(ids) > 1
-    stream = TextStream(codec)
-    assert [stream.push_token(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["\U0001f680"]
-    stream.push(ids[:-1])
-    assert stream.finish() == "\ufffd"
-
-
 @pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like_tokenizer])
 @given(st.lists(st.sampled_from(["", "hole", "a", "space", "half"]), max_size=40))
 def test_tokens_without_text_are_not_kept(make: Any, kinds: list[str]) -> None:
@@ -446,16 +345,6 @@ def test_real_tokenizers_stream_what_they_decode(path: Path, data: st.DataObject
         assert streamed(codec, ids)[0] == whole
 
 
-@pytest.mark.parametrize(("knows", "role"), [(False, "system"), (True, "developer")])
-def test_a_developer_is_the_system_where_the_template_knows_no_other(knows: bool, role: str) -> None:
-    codec = TextCodec.load(str(MODEL_PATH))
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + "{# developer #}" * knows
-    messages = [{"role": "developer", "content": "be brief"}, USER]
-    said = codec.decode(codec.encode_chat(messages, chat_template=template))
-    assert said.startswith(f"{role}: be brief")
-    assert messages[0]["role"] == "developer"
-
-
 # -- single tokens ---------------------------------------------------------------------------------------------------
 
 CODECS = {
@@ -482,12 +371,6 @@ def test_a_text_that_goes_on_begins_with_its_space(name: str, text: str, data: s
     assert head + "".join([stream.push_token(each) for each in token_ids[cut:]]) + stream.finish() == whole
     together = TextStream(codec, before=token_ids[:cut])
     assert head + together.push(token_ids[cut:]) + together.finish() == whole
-
-
-def test_some_tokenizers_leave_out_the_first_space_of_a_text_of_its_own() -> None:
-    codec = CODECS["sentencepiece"]
-    token_ids = codec.encode_completion("c")
-    assert streamed(codec, token_ids)[0] == "c" and streamed(codec, token_ids, before=token_ids)[0] == " c"
 
 
 @given(st.sampled_from(sorted(CODECS)), st.text(max_size=12) | st.text("ab c\n\u00e9\U0001f600", max_size=12))
