@@ -120,12 +120,6 @@ def test_inspect_reports_and_finds_damage(
     assert "missing" in capsys.readouterr().out
 
 
-def test_an_existing_cache_is_replaced_by_force(model: Path, codec: TextCodec, tmp_path: Path) -> None:
-    for name, more in (("one", []), ("two", ["--force"])):
-        assert build(model, tmp_path / "out", write_lines(tmp_path / f"{name}.jsonl", {"text": name}), *more) == 0
-        assert read_cache(tmp_path / "out", codec.fingerprint) == [codec.encode_text_example(name).token_ids]
-
-
 def test_the_program_runs_without_torch(model: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", {"messages": CHAT})
     code = (
@@ -152,17 +146,6 @@ def test_help_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 # -- other people's files --------------------------------------------------------------------------------------------
 
 
-def test_an_array_is_read_as_its_elements_are(model: Path, codec: TextCodec, tmp_path: Path) -> None:
-    records = [{"text": f"text {number} with [brackets] and \\"} for number in range(40)]
-    lines = write_lines(tmp_path / "lines.jsonl", *records)
-    assert build(model, tmp_path / "a", lines) == 0
-    for number, text in enumerate((json.dumps(records), json.dumps(records, indent=2), f" \n{json.dumps(records)}\n")):
-        path = tmp_path / f"array{number}.json"
-        path.write_text(text)
-        assert build(model, tmp_path / f"b{number}", str(path)) == 0
-        assert read_cache(tmp_path / f"b{number}", codec.fingerprint) == read_cache(tmp_path / "a", codec.fingerprint)
-
-
 def test_other_names_are_understood(model: Path, codec: TextCodec, tmp_path: Path) -> None:
     pair = write_lines(tmp_path / "pair.jsonl", {"prompt": "a", "completion": "b"})
     alpaca = write_lines(tmp_path / "alpaca.jsonl", {"instruction": "a", "output": "b"})
@@ -182,15 +165,6 @@ def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
 
 
 # -- builds that end early, and files that come again ----------------------------------------------------------------
-
-
-def test_what_occurs_often_is_stored_as_often(model: Path, codec: TextCodec, tmp_path: Path) -> None:
-    once, thrice = {"text": "said once"}, {"text": "said again"}
-    assert build(model, tmp_path / "out", write_lines(tmp_path / "b.jsonl", once, thrice, thrice, thrice)) == 0
-    found = [
-        codec.decode(sequence, skip_special_tokens=True) for sequence in read_cache(tmp_path / "out", codec.fingerprint)
-    ]
-    assert sorted(found) == ["said again"] * 3 + ["said once"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

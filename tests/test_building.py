@@ -32,7 +32,7 @@ from cache_builder.building.build import (
     load_codec,
     plan_blocks,
 )
-from cache_builder.building.resumable import resumable_directory, working_directory
+from cache_builder.building.resumable import resumable_directory
 from cache_builder.commands import options
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
@@ -194,18 +194,6 @@ def test_a_sequence_longer_than_a_segment_is_begun_again(model: Path, tmp_path: 
     found = read_cache(tmp_path / "out", load_codec(str(model), None).fingerprint)
     assert len(found[0]) == 9 and len(found[-1]) == 50 and sum(map(len, found)) >= 9059
     assert max(map(len, found)) < SEGMENT_TOKENS
-
-
-def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    build([str(corpus / "d.txt")], out, options_for(model))
-    before = ids_of(out)
-    resumable_directory(out).mkdir()
-    out.rename(resumable_directory(out) / "old")
-    with pytest.raises(InputError, match="does not exist"):
-        build([str(corpus / "none")], out, options_for(model, force=True))
-    with working_directory(out, fresh=True):
-        assert ids_of(out) == before
 
 
 def test_a_directory_that_cannot_be_written_is_named(corpus: Path, model: Path) -> None:

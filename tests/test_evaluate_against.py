@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cache_builder.__main__ import main
-from cache_builder.evaluation.peers import PEERS, Peer, replay_peer
-from tests.test_evaluate_command import TOKENIZER, log_of, made_log, run_json, write_log
+from cache_builder.evaluation.peers import PEERS
+from tests.test_evaluate_command import TOKENIZER, made_log, run_json, write_log
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class Known(Peer):
-    """Drafts the next three tokens of an output, the last of them wrong."""
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self._texts, self._number, self._output = texts, -1, list[int]()
-        self.finished = list[list[int]]()
-
-    def start(self, prompt: np.ndarray) -> None:
-        self._number += 1
-        self._output = []
-
-    def propose(self, context: np.ndarray) -> Sequence[int]:
-        done = len(self._output)
-        assert context[len(context) - done :].tolist() == self._output
-        return [*self._texts[self._number][done : done + 2], 999]
-
-    def extend(self, token_ids: np.ndarray) -> None:
-        self._output += token_ids.tolist()
-
-    def finish(self) -> None:
-        self.finished.append(self._output)
-
-
-def test_a_step_emits_what_the_draft_and_the_output_agree_on_and_one_token_more() -> None:
-    outputs = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
-    log = log_of(*[([50, 51], output) for output in outputs], ([], [1, 2, 3]))
-    peer, told = Known(outputs), list[int]()
-    found = replay_peer(log, peer, told.append)
-    assert found.num_steps.tolist() == [3, 1, 1] and found.num_accepted.tolist() == [4, 0, 2]
-    assert found.drafted.tolist() == [3, 3, 2, 2, 3] and peer.finished == outputs and told == [7, 1, 3]
 
 
 def test_the_report_compares_with_prompt_lookup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

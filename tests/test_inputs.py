@@ -59,38 +59,6 @@ TEXT_LINES = jsonl(*({"text": text} for text in TEXTS))
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    rows: list[dict[str, Any]] = [
-        {"messages": [USER, ANSWER], "text": None, "image": b"\x00", "token_ids": None},
-        {"messages": None, "text": "a document", "image": b"\x01", "token_ids": None},
-        {"messages": None, "text": None, "image": None, "token_ids": [5, 6, 7]},
-    ]
-    table = pa.Table.from_pylist(rows)
-    pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
-    expected = [chat_examples(codec, [USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
-    found = records(tmp_path / "rows.parquet")
-    assert [encode_record(record, codec).examples for record in found] == expected
-    assert "image" not in (found[0].line or {}), "columns of no use are not read"
-    assert found[2].where.endswith("rows.parquet: row 3")
-
-
-def test_lists_of_token_ids_come_as_arrays(tmp_path: Path, codec: TextCodec) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    rows = [list(range(number)) for number in (3, 0, 40)]
-    table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.uint16())), "n": pa.array([1, 0, 7])})
-    pa.parquet.write_table(table, tmp_path / "ids.parquet")
-    fields = FieldNames.parse(["token_ids=input_ids", "prompt_length=n"])
-    found = records(tmp_path / "ids.parquet", fields=fields)
-    assert [encode_record(record, codec, fields).examples[0] for record in found] == [
-        (row, length) for row, length in zip(rows, [1, 0, 7], strict=True)
-    ]
-
-
 def batch_line(custom_id: str, text: str) -> dict[str, Any]:
     body = {"choices": [{"message": {"role": "assistant", "content": text}}]}
     return {"id": "x", "custom_id": custom_id, "response": {"status_code": 200, "body": body}, "error": None}
