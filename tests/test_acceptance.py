@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,49 +275,3 @@ def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplo
     with CacheManager(config, "0" * 32, inline=True) as caches:
         assert SuffixDrafter().model_of(caches.get().learned).num_learned == 0
     assert "A new model is trained" in caplog.text
-
-
-def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: Path) -> None:
-    """Another thread saves all the time; each file is what the model was between two calls of its owner."""
-    with CacheManager(CacheConfig(directory=tmp_path), "0" * 32, inline=True) as caches:
-        cache, drafter, random = caches.get(), SuffixDrafter(), np.random.default_rng(3)
-        files = cache._files
-        assert files is not None
-        stop = threading.Event()
-        saved: list[bytes] = []
-        known = [AcceptanceModel().to_bytes()]
-
-        def save() -> None:
-            while not stop.is_set():
-                files.save_learned(cache.learned.newest, now=True)
-                with suppress(FileNotFoundError):
-                    saved.append((tmp_path / "default" / "learned.bin").read_bytes())
-
-        thread = threading.Thread(target=save)
-        thread.start()
-        try:
-            for number in range(30):
-                text = np.tile(random.integers(0, 50, 7), 9).astype(np.int32)
-                for length in range(7, 47, 8):
-                    drafter.propose([DraftRequest(str(number), text[:length], 7, None, 8, learned=cache.learned)])
-                    known.append(drafter.model_of(cache.learned).to_bytes())
-                drafter.finish(str(number))
-                drafter.publish()
-        finally:
-            stop.set()
-            thread.join()
-        assert len(set(saved)) > 1
-        assert set(saved) <= set(known)
-
-
-def test_requests_of_one_call_without_a_snapshot_teach_their_own_namespace_alone() -> None:
-    drafter, learned = SuffixDrafter(), [LearnedState(), LearnedState()]
-    text = np.array([1, 2, 3] * 12, np.int32)
-    for length in (18, 24, 30):
-        drafter.propose(
-            [DraftRequest(str(row), text[:length], 6, None, 4, learned=each) for row, each in enumerate(learned)]
-        )
-    first, second = (drafter.model_of(each) for each in learned)
-    assert first.num_learned > 0
-    assert first.to_bytes() == second.to_bytes()
-    assert drafter.model_of(None).num_learned == 0

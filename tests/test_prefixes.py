@@ -54,17 +54,6 @@ def test_a_conversation_is_stored_once_though_each_turn_is_answered_elsewhere() 
     assert len(text) <= num_stored <= len(text) + 4 * (2 + 3)  # lead-ins, and blocks that were not full
 
 
-def test_what_was_noted_is_forgotten_with_its_text() -> None:
-    known = _follower()
-    for begin in (0, 8, 16):
-        known.note_replicated(_tokens(list(range(max(0, begin - 2), begin + 8))), begin)
-    assert len(known._blocks) == 6
-    known.forget_before(8)
-    assert len(known._blocks) == 4
-    known.forget_before(100)
-    assert len(known._blocks) == 0 and known._ends is not None and not len(known._ends)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=14), st.integers(0, 14)), max_size=12)
 )

@@ -16,9 +16,7 @@ from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import (
     HEAD,
-    LOOKAHEAD,
     MAX_PROPOSED_TOKENS,
-    MODEL,
     NUM_PROPOSER_KINDS,
     Draft,
     DraftRequest,
@@ -152,14 +150,6 @@ def test_drafts_of_all_sources_are_those_of_the_slow_twin(
 
 def drafted(drafter: SuffixDrafter, context: list[int], offered: Offered, **more: Any) -> Draft:
     return drafter.propose([asked(None, context, 8, offered, 0.0, token_costs=np.array([0.02]), **more)])[0]
-
-
-@pytest.mark.parametrize(("kind", "name"), [(HEAD, "head"), (MODEL, "model"), (LOOKAHEAD, "lookahead")])
-def test_an_offer_is_drafted_where_nothing_was_said_before(kind: int, name: str) -> None:
-    chain: Offered = [(7, -1, 0.9, kind), (8, 0, 0.9, kind), (9, 1, 0.8, kind)]
-    draft = drafted(SuffixDrafter(), [1, 2, 3], chain)
-    assert (draft.token_ids.tolist(), draft.source) == ([7, 8, 9], name)
-    assert draft.probabilities is not None and (draft.probabilities > 0.7).all()
 
 
 def test_what_the_target_held_likely_is_drafted_where_nothing_was_said_before() -> None:

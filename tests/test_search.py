@@ -144,28 +144,6 @@ def test_ids_at_the_limits_of_every_width(
     check(snapshot, [*context, *whole[max(0, len(whole) - 1 - overlap) : -1]], max_length)
 
 
-def test_a_hundred_segments_at_once() -> None:
-    random = np.random.default_rng(3)
-    scales = [1, 70_000, 20_000_000]
-    texts = [
-        closed((random.integers(0, 3, int(random.integers(0, 70))) * scales[number % 3]).tolist())
-        for number in range(100)
-    ]
-    snapshot = make_snapshot(texts, closed([0, 0, 70_000]))
-    for text in texts[::9]:
-        check_inside(snapshot, text, len(text), count=2)
-    check(snapshot, [0] * 100)
-
-
-@pytest.mark.parametrize("ring_size", [1, 2, 64])
-@pytest.mark.parametrize("start", [0, 1, 31, 63, 64, 2**40 + 61])
-def test_a_tail_across_the_end_of_its_ring(ring_size: int, start: int) -> None:
-    for text in (closed([0] * 62), closed(periodic(20, 3), periodic(20, 3)), closed([2**31 - 1]), [SEPARATOR]):
-        tail = text[-ring_size:]
-        check_inside(make_snapshot([], tail, ring_size, start), [0, *tail], start)
-        check_inside(make_snapshot([closed([0, 1, 2])], tail, ring_size, start), [0, *tail], start)
-
-
 def test_one_token_repeated_a_million_times() -> None:
     text = np.zeros(1_000_001, np.int32)
     text[-1] = SEPARATOR
@@ -290,20 +268,3 @@ def test_a_text_too_long_for_the_sorter_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_million_equal_tokens_are_no_worst_case() -> None:
     assert np.array_equal(build_suffix_array(np.zeros(1_000_000, np.int32)), np.arange(1, 1_000_001))
-
-
-@pytest.mark.parametrize("text", [[SEPARATOR], [0, SEPARATOR], [2**31 - 1, SEPARATOR], [SEPARATOR] * 3])
-@pytest.mark.parametrize("copies", [1, 2, 40])
-def test_segments_of_next_to_nothing(text: Text, copies: int) -> None:
-    for snapshot in (make_snapshot([text] * copies), make_snapshot([text] * copies, text), make_snapshot([], text)):
-        for context in ([], [0], [0, 0], [2**31 - 1], [5, 0], [0, 5]):
-            check(snapshot, context, 1, 256)
-
-
-def test_ids_that_are_not_stored_end_the_match() -> None:
-    text = [10, 20, 30, 40, 50, 60, 70, 80]
-    snapshot = make_snapshot([closed(text), closed([token + 70_000 for token in text])], closed(text[2:]))
-    for unknown in (0, 11, 65_535, 2**24, 2**31 - 1):
-        for place in range(len(text) + 1):
-            check(snapshot, [*text[:place], unknown, *text[place:]])
-        check(snapshot, [unknown] * 50)
