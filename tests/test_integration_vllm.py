@@ -310,26 +310,19 @@ def test_the_engines_configuration_wins_over_the_environment(tmp_path: Path, mon
         SuffixProposer(vllm_config())
 
 
-def test_engines_of_a_data_parallel_group_have_directories_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [("data_parallel_rank", "data_parallel_size"), ("data_parallel_index", "elastic_ep_max_dp_size")],
+    ids=["a group", "engines of a dense model, whose size and rank are those of one alone"],
+)
+def test_engines_that_are_parallel_have_directories_of_their_own(rank: str, size: str, tmp_path: Path) -> None:
     proposers = []
-    for rank in range(2):
+    for number in range(2):
         config = vllm_config(cache_dir=str(tmp_path))
-        config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = 2, rank
+        vars(config.parallel_config).update({size: 2, rank: number})
         proposers.append(SuffixProposer(config))
     with pytest.raises(CacheLocked):
         SuffixProposer(config)
-    for proposer in proposers:
-        proposer.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
-
-
-def test_so_have_engines_that_vllm_makes_independent(tmp_path: Path) -> None:
-    """Of a dense model: size and rank are those of one engine alone, and what is left is the index."""
-    proposers = []
-    for index in range(2):
-        config = vllm_config(cache_dir=str(tmp_path))
-        config.parallel_config.data_parallel_index, config.parallel_config.elastic_ep_max_dp_size = index, 2
-        proposers.append(SuffixProposer(config))
     for proposer in proposers:
         proposer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]

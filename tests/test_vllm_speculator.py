@@ -244,25 +244,21 @@ def test_failures_cost_drafts_and_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert runner.step(["a"]).tolist() == [[int(runner.last_sampled[runner.requests["a"].slot, 0])] * WIDTH], "closed"
 
 
-def test_what_vllm_warms_up_with_is_nobodys() -> None:
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [
+        (["_warmup_0_", "_v2_mixed_warmup_1_", "_sparse_mla_v2_warmup_0_"], {}),
+        (["a"], {"prompt_embeds": torch.zeros(20, 8)}),
+    ],
+    ids=["what vLLM warms up with", "a prompt that is no text"],
+)
+def test_what_is_no_clients_text_is_not_learned(names: list[str], more: dict[str, Any]) -> None:
     runner, speculator = made()
     learned = learned_by(speculator)
-    names = ["_warmup_0_", "_v2_mixed_warmup_1_", "_sparse_mla_v2_warmup_0_"]
-    runner.begin({name: scripted(number) for number, name in enumerate(names)})
+    runner.begin({name: scripted(number) for number, name in enumerate(names)}, **more)
     for _ in range(3):
         runner.step(names)
     runner.end(names)
-    speculator.close()
-    assert learned == [] and speculator.stats().num_failures == 0
-
-
-def test_a_prompt_that_is_no_text_is_not_learned() -> None:
-    runner, speculator = made()
-    learned = learned_by(speculator)
-    runner.begin({"a": scripted(1)}, prompt_embeds=torch.zeros(20, 8))
-    for _ in range(3):
-        runner.step(["a"])
-    runner.end(["a"])
     speculator.close()
     assert learned == [] and speculator.stats().num_failures == 0
 
