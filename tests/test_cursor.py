@@ -1,4 +1,4 @@
-"""What a cursor knows of a log, against a plain record of what was read."""
+"""Marks of a log as a former version wrote them, or anybody: each makes a cursor that works."""
 
 from __future__ import annotations
 
