@@ -19,6 +19,7 @@ from ssd.errors import ConfigError
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.namespace import NamespaceEntry, NamespaceLease, NamespacePolicy
 from ssd.retrieval.namespace_cache import NamespaceCache
+from ssd.retrieval.prebuilt import PrebuiltWriter
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.retrieval import sequences, snapshot_text
 from tests.waiting import PATIENCE_S, wait_until
@@ -91,6 +92,19 @@ def test_holding_a_namespace_waits_for_no_file(caches: SlowSet) -> None:
     assert said(caches.get("slow")) == [[1, 2, 3], [4, 5, 6]]
     here = threading.current_thread().name
     assert [name for name, thread in caches.opened if thread == here] == ["default"], "at the start"
+
+
+def test_a_namespace_is_opened_once_however_many_ask(caches: SlowSet) -> None:
+    caches.gate.clear()
+    holders = [held(caches, "slow") for _ in range(20)]
+    asking = [threading.Thread(target=caches.get, args=("slow",)) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    caches.gate.set()
+    for thread in asking:
+        thread.join()
+    assert [name for name, _ in caches.opened].count("slow") == 1
+    assert {id(holder.cache) for holder in holders} == {id(caches.get("slow"))}
 
 
 def test_what_waits_for_a_namespace_is_bounded_and_what_is_lost_is_counted(caches: SlowSet) -> None:
@@ -273,6 +287,22 @@ def test_readers_search_what_is_sealed_of_the_shared_namespace_in_the_same_memor
         assert reader.cache.snapshot().segment_table.number == table  # nothing new: nothing published
 
 
+def test_warm_up_directories_are_read_by_every_namespace_and_loaded_once(tmp_path: Path) -> None:
+    with PrebuiltWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
+        writer.append([9, 8, 7])
+    with inline_set() as caches:
+        before = holder(caches, "a")
+        caches.add_prebuilt_directory(tmp_path / "warm")
+        caches.get().append([5, 5, 5])
+        caches.flush()
+        after = holder(caches, "c")
+        for found, expected in ((before, {9, 8, 7, 5}), (after, {9, 8, 7})):
+            assert found.cache is not None
+            assert seen(found.cache.snapshot()) - {-1} == expected
+        texts = {id(each.text) for name in ("default", "a", "c") for each in caches.get(name).snapshot().segments[:1]}
+        assert len(texts) == 1
+
+
 # -- forgetting --------------------------------------------------------------------------------------------------------
 
 
@@ -370,3 +400,22 @@ def test_of_a_group_few_are_open_and_none_is_taken_from_who_holds_it() -> None:
         assert caches.names() == ["a", "default", "s1", "s2"]
         assert set(caches.stats()) == {"a", "default"}
         assert main.cache is caches.get("a")
+
+
+def test_what_is_kept_stays_open_longer_than_what_is_not() -> None:
+    brief = NamespacePolicy(is_durable=False, group="x")
+    config = CacheConfig(index=IndexConfig(capacity_tokens=256))
+    with CacheManager(config, FINGERPRINT, inline=True, max_namespaces=3) as caches:
+        for name, terms in (("a", TERMS["a"]), ("brief", brief), ("b", TERMS["b"])):
+            holder(caches, name, terms)
+            gc.collect()
+        assert caches.names() == ["a", "b", "default"]
+
+
+def test_the_capacity_is_the_one_of_the_terms() -> None:
+    with inline_set(capacity=1 << 12) as caches:
+        small = holder(caches, "a", NamespacePolicy(capacity_tokens=64))
+        for number in range(40):
+            small.append(np.array(words("a", number), np.int32), prompt_length=0)
+        caches.flush()
+        assert small.cache is not None and small.cache.stats().num_tokens <= 64
