@@ -17,8 +17,6 @@ from numba import types
 from ssd.jit.addresses import address, float32_array, int64_array, kernel
 from ssd.model.cpu.parallel import next_task, numbers_of, run_parallel
 from ssd.model.cpu.simd import (
-    INT,
-    INTS,
     ITEMSIZES,
     KINDS,
     LANES,
@@ -30,7 +28,7 @@ from ssd.model.cpu.simd import (
     read,
     reduce_lanes,
 )
-from ssd.model.cpu.simd_functions import higher
+from ssd.model.cpu.simd_functions import higher, to_float32
 
 _BLOCK: Final = 1 << 15  # logits per task
 _PART: Final = 1 << 10  # logits of which the maximum is computed first
@@ -62,7 +60,7 @@ def _search_blocks(call: int) -> None:  # pragma: no cover - compiled
     """Find the highest number of each block of a row. A task is one block, see `run_parallel`."""
     numbers = numbers_of(call, _NUMBERS)
     kind, logits, width, num_blocks = numbers[0], numbers[1], numbers[2], numbers[3]
-    itemsize = 2 if kind else 4
+    itemsize, values = 2 if kind else 4, np.empty(2 * _PART, np.float32)
     task = next_task(call)
     while task >= 0:
         row, block = task // num_blocks, task % num_blocks
@@ -76,9 +74,12 @@ def _search_blocks(call: int) -> None:  # pragma: no cover - compiled
             if found > best or (np.isnan(found) and not np.isnan(best)):
                 best, best_part = found, part
         first, last = (end - begin) * best_part // parts, (end - begin) * (best_part + 1) // parts
-        place = begin + first + _index_of_highest(kind, source + first * itemsize, last - first)
+        to_float32(kind, source + first * itemsize, values.ctypes.data, last - first, np.float32(1.0))
+        place = 0
+        while values[place] != best and not np.isnan(values[place]):
+            place += 1
         float32_array(numbers[4], task + 1)[task] = best
-        int64_array(numbers[5], task + 1)[task] = place
+        int64_array(numbers[5], task + 1)[task] = begin + first + place
         task = next_task(call)
 
 
@@ -101,39 +102,3 @@ def _highest(builder: Any, kind: int, source: Any, count: Any) -> Any:
     for other in others:
         best = higher(builder, best, other)
     return reduce_lanes(builder, best, partial(higher, builder))
-
-
-@for_kinds(types.int64, types.int64, result=types.int64)
-def _index_of_highest(builder: Any, kind: int, source: Any, count: Any) -> Any:
-    """Return the index of the highest of ``count`` >= 16 numbers, the first one if some are equal; NaN is highest."""
-    lanes = ir.Constant(INTS, list(range(LANES)))
-    last = builder.sub(count, ir.Constant(WORD, LANES))  # where the last vector begins; it may overlap the one before
-
-    def search(index: Any, best: Any) -> Any:
-        begin = builder.mul(index, ir.Constant(WORD, LANES))
-        begin = builder.select(builder.icmp_signed("<", begin, last), begin, last)
-        first = builder.insert_element(ir.Constant(INTS, ir.Undefined), builder.trunc(begin, INT), ir.Constant(INT, 0))
-        places = builder.add(builder.shuffle_vector(first, first, constant(0, INTS)), lanes)
-        x = read(builder, offset_address(builder, source, (begin, ITEMSIZES[kind])), kind)
-        return _better(builder, best, (x, places))
-
-    vectors = builder.sdiv(builder.add(count, ir.Constant(WORD, LANES - 1)), ir.Constant(WORD, LANES))
-    best = loop(builder, vectors, [constant(float("-inf")), lanes], search)
-    size = LANES
-    while size > 1:
-        size //= 2
-        swapped = ir.Constant(INTS, [lane ^ size for lane in range(LANES)])
-        other = [builder.shuffle_vector(each, ir.Constant(each.type, ir.Undefined), swapped) for each in best]
-        best = _better(builder, best, other)
-    return builder.zext(builder.extract_element(best[1], ir.Constant(INT, 0)), WORD)
-
-
-def _better(builder: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    """Generate code that selects in each lane the higher number and its index, of equal numbers the lower index."""
-    (x, x_index), (y, y_index) = one, other
-    is_x_number, is_y_number = builder.fcmp_ordered("ord", x, x), builder.fcmp_ordered("ord", y, y)
-    is_higher = builder.and_(builder.fcmp_unordered("ult", x, y), is_x_number)
-    are_equal = builder.or_(builder.fcmp_ordered("oeq", x, y), builder.not_(builder.or_(is_x_number, is_y_number)))
-    is_first = builder.and_(are_equal, builder.icmp_signed("<", y_index, x_index))
-    takes_y = builder.or_(is_higher, is_first)
-    return builder.select(takes_y, y, x), builder.select(takes_y, y_index, x_index)
