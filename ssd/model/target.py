@@ -15,7 +15,7 @@ import torch
 from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.model.cpu.packed_linear import prepare_linears
 from ssd.model.kv.tree import TreeShape
-from ssd.model.sampling.sampler import Noise, PassOutput
+from ssd.model.sampling.sampler import Noise, PassOutput, greedy_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -184,6 +184,7 @@ class Target(ABC):
     def warm_up(self) -> None:
         """Prepare the target, e.g. capture CUDA graphs, so that the first forward passes do not have to wait."""
         prepare_linears(self.model)
+        greedy_tokens(torch.zeros(1, self.vocab_size, dtype=self.dtype, device=self.device))  # compiles a kernel
 
     @torch.inference_mode()
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
