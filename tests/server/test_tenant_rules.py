@@ -515,3 +515,26 @@ def test_a_lost_secret_is_not_made_anew_where_tenants_have_caches(rules: Path, t
     ):
         load_or_create_secret(home)
     assert not (home / ".ssd" / "secret").exists()
+
+
+@pytest.mark.parametrize("damage", ["lost", "flipped", "older", "empty"])
+def test_a_lost_number_of_deletions_hides_no_cache_and_keeps_none_from_its_deletion(
+    rules: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants = opened(rules, directory=tmp_path)
+    file = tmp_path / ".ssd" / "generations.json"
+    tenants.delete_cache("alice")
+    older = file.read_bytes()
+    tenants.delete_cache("alice")
+    path = taught(tenants, tmp_path)
+    for content in [older] if damage == "older" else [b""] if damage == "empty" else flips(file.read_bytes()):
+        if damage == "lost":
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        caplog.clear()
+        tenants = opened(rules, directory=tmp_path)
+        use = tenants.cache_use(account_of(tenants, "alices-key"), "default", None)
+        assert tmp_path / (use.namespace or "") == path
+        assert "deletions of tenant alice was lost, and was recovered" in caplog.text
+    assert tenants.delete_cache("alice")["deleted"] and not path.exists()
