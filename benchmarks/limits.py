@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.run import ENGINE, SPREAD, Option, Run, in_turn, spread
+from benchmarks.run import SPREAD, Option, Run, in_turn, spread
 from benchmarks.steps import Shape, pass_seconds
 from ssd.model.loading.load_target import open_target
 
@@ -28,7 +28,7 @@ PROBABILITIES: Final = (0.5, 0.7, 0.9, 1.0)
 
 OPTIONS: dict[str, Any] = {
     "batch": Option(default=[1, 4, 8], help="batch sizes"),
-    "draft": Option(default=[0, 1, 2, 4, 8], least=0, help="numbers of draft tokens per row; the first must be 0"),
+    "draft": Option(default=[1, 2, 4, 8], help="numbers of draft tokens per row, ascending; 0 is always measured"),
     "context": Option(default=64, help="number of tokens of each row before the pass"),
     "passes": Option(default=1, help="number of passes that are timed together"),
     "rounds": 15,
@@ -51,16 +51,17 @@ RUN = "threads: {threads}"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    this = Run("limits", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, under=ENGINE)
+    this = Run("limits", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args, (_, model) = this.args, this.load()
-    longest = max(args.draft)
+    drafts = [0, *args.draft]
     for batch in args.batch:
+        longest = max(drafts)
         target = open_target(
             model, num_slots=batch, max_length=args.context + longest + 2, max_draft_tokens=longest, keeps_top=False
         )
-        seconds: dict[int, list[float]] = {draft: [] for draft in args.draft}
+        seconds: dict[int, list[float]] = {draft: [] for draft in drafts}
         for number in range(args.rounds):
-            for draft in in_turn(args.draft, number):
+            for draft in in_turn(drafts, number):
                 seconds[draft].append(pass_seconds(target, Shape(batch, args.context, draft), args.passes))
         for row in rows_of(batch, seconds):
             this.row(row)

@@ -93,7 +93,7 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
     ),
     (
         "limits",
-        ("--batch", "2", "--draft", "0", "3", "--context", "16", "--passes", "1", "--rounds", "1"),
+        ("--batch", "2", "--draft", "3", "--context", "16", "--passes", "1", "--rounds", "1"),
         lambda f: f["rows"][1]["speed_ups"] == sorted(f["rows"][1]["speed_ups"]),
     ),
     ("http", ("--rounds", "1", "--requests", "4", "--kind", "one", "plain-stream"), rows(2)),

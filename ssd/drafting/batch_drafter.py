@@ -296,8 +296,8 @@ class TokenRows:
 
     def __init__(self, tokens: Tokens, lengths: Tokens) -> None:
         """Refer to the arrays without copying them; AssertionError if they are not C-contiguous int32 arrays."""
-        for array_ in (tokens, lengths):
-            assert array_.dtype == np.int32 and array_.flags.c_contiguous, "the engine's tokens are not int32 rows"
+        for each in (tokens, lengths):
+            assert each.dtype == np.int32 and each.flags.c_contiguous, "the engine's tokens are not int32 rows"
         self.tokens, self.lengths = tokens, lengths
         self._memory = Records(TokenRowsRecord)
         self.address, record = self._memory.address, self._memory[0]

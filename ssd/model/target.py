@@ -193,7 +193,10 @@ class Target(ABC):
 
     @property
     def features(self) -> torch.Tensor | None:
-        """Return the hidden states of all slots that the draft head reads, [num_slots, 1, length, size]."""
+        """Return the hidden states that the draft head reads, [num_slots, 1, length, size]; None without a head.
+
+        Tokens of `delay_prefill` are computed first.
+        """
         return None
 
     def delay_prefill(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ssd.model.cpu.cpu_layers import Activation
-from ssd.model.cpu.row_plan import RowPlan, find_invariant_shapes
+from ssd.model.cpu.row_plan import EXACT_ROWS, RowPlan, find_invariant_shapes, with_fastest_rows
 from ssd.model.layers.replace import MAX_ERROR, Replaced, has_hooks, swap_forward
 
 # The row plans by kind of product, sizes, dtype and number of threads.
@@ -84,10 +84,16 @@ def _invariant_product(
             return compute(x, weight)
         rows = x.reshape(-1, x.shape[-1])
         num_outputs = weight.numel() // rows.shape[1]
+
+        def product(some: torch.Tensor) -> torch.Tensor:
+            return compute(some, weight)
+
         key = (kind, rows.shape[1], num_outputs, x.dtype, torch.get_num_threads())
         if key not in _plans:
-            _plans[key] = find_invariant_shapes(lambda some: compute(some, weight), rows.shape[1], num_outputs, x.dtype)
-        found = _plans[key].product(lambda some: compute(some, weight), rows.contiguous())
+            plan = find_invariant_shapes(product, rows.shape[1], num_outputs, x.dtype)
+            timed = [("", product, x.new_zeros(EXACT_ROWS, rows.shape[1]))]
+            _plans[key] = with_fastest_rows({"": plan}, timed)[""] if plan.is_exact else plan
+        found = _plans[key].product(product, rows.contiguous())
         return found.view(*x.shape[:-1], num_outputs)
 
     return compute_by_plan

@@ -36,8 +36,8 @@ from ssd.model.target import BatchInvariance, Target
 
 _LENGTHS = (61, 38, 17)  # the lengths of the test texts, each in its own slot
 # The chunk size and the total number of tokens that are prefilled before the scored tokens.
-_TIMED_BYTES = 64 << 20  # weights of a kind of layer that are read before they are read again; caches have 32 MB or so
 _PREFILLS = ((7, 40), (1, 9), (16, 55))
+_TIMED_BYTES = 64 << 20  # of weights of a kind of layer; more than a processor's cache, so that they come from memory
 
 
 @torch.inference_mode()
