@@ -38,7 +38,7 @@ costly. Costly masks are computed one at a time, because several at once would s
 _YIELDS = 4  # in multiples of its own time, a costly mask lets shorter ones go first
 _MAX_REMEMBERED = 1024
 _QUICK_S = 2e-5  # a faster mask adds next to nothing to a grammar's automaton, on a fast processor too
-_MAX_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
+_MAX_GROWTH = 1 << 30  # bytes that masks add per second of processor time: 44 to 110 MB were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ class GrammarState:
         self._matcher: Any = None
         self._num_followed = 0
         self._costs_s = 0.0
-        self._allocated = 0
+        self._growth_left = 0.0  # the bytes by which the grammar may still grow, see `_count_growth`
+        self._start_to_count()
 
     @property
     def is_busy(self) -> bool:
@@ -236,7 +237,8 @@ class GrammarState:
         if trial.is_abandoned:  # the request has ended before this began
             self._trial = self._matcher = self._open = None
             return
-        started, num_known, self._allocated = time.thread_time(), len(trial.masks), allocated_bytes()
+        started, num_known = time.thread_time(), len(trial.masks)
+        self._start_to_count()
         try:
             self._follow(trial)
         except BaseException:  # e.g. a panic: the position of the matcher is unknown
@@ -248,12 +250,19 @@ class GrammarState:
             if trial.is_abandoned:
                 self._matcher = self._open = None
 
+    def _start_to_count(self) -> None:
+        self._allocated, self._counted_from = allocated_bytes(), time.thread_time()
+
     def _count_growth(self, num_masks: int) -> None:
-        # Other threads allocate memory too, so only slow masks count, and with a limit per second.
-        if self._open is not None and self._costs_s > _QUICK_S * num_masks:
-            most = int(_MAX_GROWTH * self._costs_s)
+        # Other threads allocate memory too, so only slow masks count, and with a limit per second of all masks so far.
+        # A limit per mask would lose most of the growth, because tables double in single masks, however quick they are.
+        seconds = time.thread_time() - self._counted_from
+        if self._open is not None and seconds > _QUICK_S * num_masks:
+            self._growth_left += _MAX_GROWTH * seconds
             grown = allocated_bytes() - self._allocated - num_masks * self._vocab_size
-            self._open.grow(max(-most, min(grown, most)))
+            grown = int(max(-self._growth_left, min(grown, self._growth_left)))
+            self._growth_left -= abs(grown)
+            self._open.grow(grown)
 
     def _follow(self, trial: _DraftMasks) -> None:
         """Compute the token masks of a draft. A copy of llguidance's matcher reads the draft tokens.
@@ -293,7 +302,7 @@ class GrammarState:
             self._open = self._open_it(False)
         assert self._open is not None
         self._matcher = self._open.start()
-        self._allocated = allocated_bytes()
+        self._start_to_count()
         if trial.num_output or tried:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
