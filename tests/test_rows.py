@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, TokenRows, Tokens
+from ssd.drafting.batch_drafter import BatchDrafter
+from ssd.drafting.row_texts import NUM_HEADER_WORDS, RowText, TokenRows, Tokens
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT
 from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.snapshot import Snapshot

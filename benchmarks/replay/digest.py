@@ -18,8 +18,9 @@ from benchmarks.traces import read_rows, trace_name
 from cache_builder.evaluation.log import RecordedOutput, TokenIds
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
+from ssd.drafting.batch_drafter import BatchDrafter
 from ssd.drafting.protocol import DraftOutcome
+from ssd.drafting.row_texts import NUM_HEADER_WORDS, RowText
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.cache_state import LearnedState

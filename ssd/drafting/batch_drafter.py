@@ -22,13 +22,22 @@ from ssd.cost_model.cost_model import CostModel
 from ssd.cost_model.pass_costs import draft_token_cost, observe_pass
 from ssd.drafting.acceptance_model import NamespaceModels
 from ssd.drafting.draft_batch import DRAFT_OFFSET, cut_drafts, draft_batch, draft_batch_at, is_valid_draft
-from ssd.drafting.draft_kernel import reset_row_at
-from ssd.drafting.draft_records import MAX_DRAFT, DraftRow, row_at
+from ssd.drafting.draft_records import MAX_DRAFT, row_at
+from ssd.drafting.row_texts import (
+    DRAFTING_AT,
+    NUM_HEADER_WORDS,
+    RowText,
+    TokenRows,
+    Tokens,
+    append_tokens,
+    extend_texts,
+    read_rows,
+    text_at,
+)
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace
 from ssd.jit.addresses import (
     Address,
     Int64,
-    Int64s,
     Record,
     Records,
     address,
@@ -36,46 +45,14 @@ from ssd.jit.addresses import (
     int32_array,
     int64_array,
     kernel,
-    offset_of,
     view_of,
 )
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
-NUM_HEADER_WORDS: Final = 2
-"""The number of int32 words before each row's tokens in the arrays that the engine and the drafter exchange.
-
-The first word is the length of the row's text, and the second word is the number of tokens that follow.
-"""
-
 _DEFAULT_TOKEN_COST: Final = 0.1
 """The default cost of verifying a draft token, in expected accepted tokens; used until the time of steps is measured.
 """
-
-
-class RowTextRecord(Record):
-    """The drafter's copy of the prompt and output of one row of the batch, in the form that numba kernels read.
-
-    Attributes:
-        tokens: The address of int32[room]; the first ``length`` tokens are valid.
-        num_new: The number of tokens that the last step appended.
-        drafting: The state of the drafter for this text.
-    """
-
-    tokens: Address
-    capacity: Int64
-    length: Int64
-    num_new: Int64
-    drafting: DraftRow
-
-
-class TokenRowsRecord(Record):
-    """An engine's arrays of a batch, see `TokenRows`, in the form that numba kernels read: addresses and sizes."""
-
-    tokens: Address
-    lengths: Address
-    num_rows: Int64
-    width: Int64
 
 
 class RowBatch(Record):
@@ -107,81 +84,7 @@ class RowBatch(Record):
     num_draft_tokens: Int64
 
 
-_text_at, _batch_at, _source_at = view_of(RowTextRecord), view_of(RowBatch), view_of(TokenRowsRecord)
-_DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
-
-
-@kernel
-def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
-    """Append a step's tokens to each row's text, and return the number of texts that could not be extended.
-
-    The arrays are given by address. ``texts_at`` is int64[rows]: the address of each row's `RowTextRecord`, or 0.
-    ``words_at`` is int32[rows, width]: for each row, the new length of its text, the number of new tokens, and these
-    tokens. ``lost_at`` is the output, int64[rows]: 1 if the row's text was not extended, else 0.
-    """
-    texts, lost = int64_array(texts_at, num_rows), int64_array(lost_at, num_rows)
-    words, num_lost = int32_array(words_at, num_rows * width), 0
-    for row in range(num_rows):
-        length, count = words[row * width], words[row * width + 1]
-        lost[row] = 0
-        if texts[row] == 0 or count == 0:
-            continue
-        text = _text_at(texts[row])
-        if count < 0 or count > width - NUM_HEADER_WORDS or text.length + count != length or length > text.capacity:
-            lost[row] = 1
-            num_lost += 1
-            continue
-        known, first = int32_array(text.tokens, length), row * width + NUM_HEADER_WORDS
-        known[length - count :] = words[first : first + count]
-        text.length, text.num_new = length, count
-    return num_lost
-
-
-@kernel
-def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, num_rows: int) -> None:
-    """Append new tokens to each row's text, and replace their number in ``sizes_at`` by the length of the text."""
-    texts, sizes, end = int64_array(texts_at, num_rows), int64_array(sizes_at, num_rows), 0
-    for row in range(num_rows):
-        size, begin = sizes[row], end
-        end += size
-        sizes[row] = 0
-        if texts[row] == 0:
-            continue
-        text = _text_at(texts[row])
-        if 0 < size <= text.capacity - text.length:
-            int32_array(text.tokens, text.capacity)[text.length : text.length + size] = int32_array(tokens_at, end)[
-                begin:
-            ]
-            text.length, text.num_new = text.length + size, size
-        sizes[row] = text.length
-
-
-@kernel
-def _read_rows(batch: RowBatch, needs_draft: Int64s) -> int:
-    """Append to each text the tokens that the engine's array has behind it; return how many texts do not match it.
-
-    ``needs_draft``, int64[rows], becomes 0 for rows without new tokens, and -1 for texts that do not match.
-    """
-    source, num_rows, num_lost = _source_at(batch.source), len(needs_draft), 0
-    texts, lengths = int64_array(batch.texts, num_rows), int32_array(source.lengths, source.num_rows)
-    for row in range(num_rows):
-        if texts[row] == 0:
-            continue
-        text, length = _text_at(texts[row]), lengths[row]
-        tokens = int32_array(source.tokens + 4 * row * source.width, source.width)
-        known = int32_array(text.tokens, text.capacity)
-        fits = 0 < text.length <= length <= min(source.width, text.capacity)
-        if not fits or tokens[text.length - 1] != known[text.length - 1]:
-            needs_draft[row] = -1
-            num_lost += 1
-        elif length == text.length:
-            needs_draft[row] = 0
-        else:
-            known[text.length : length] = tokens[text.length : length]
-            text.num_new = length - text.length
-            text.length = length
-            batch.num_new += text.num_new
-    return num_lost
+_batch_at = view_of(RowBatch)
 
 
 @kernel
@@ -190,7 +93,7 @@ def _draft_rows(
 ) -> int:
     """Draft for some rows, and shorten all drafts together for the best throughput.
 
-    If the batch has a ``source``, the texts are extended first; the return value is that of `_read_rows`, otherwise 0.
+    If the batch has a ``source``, the texts are extended first. Returns the number of texts that do not match it.
 
     ``needs_draft_at`` is the address of int64[rows]: whether to draft for each row. ``words_at`` is the address of
     int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length of its text, the size of its
@@ -200,11 +103,13 @@ def _draft_rows(
     batch = _batch_at(batch_address)
     settings, costs = draft_batch_at(batch.settings), draft_batch_at(batch.settings).costs
     texts, needs_draft = int64_array(batch.texts, num_rows), int64_array(needs_draft_at, num_rows)
-    num_lost = _read_rows(batch, needs_draft) if batch.source != 0 else 0
-    rows, num_drafting = np.empty(num_rows, np.int64), 0
+    if batch.source != 0:
+        batch.num_new += read_rows(batch.texts, batch.source, needs_draft)
+    rows, num_drafting, num_lost = np.empty(num_rows, np.int64), 0, 0
     for row in range(num_rows):
+        num_lost += needs_draft[row] < 0
         if texts[row] != 0 and needs_draft[row] > 0:
-            rows[num_drafting] = texts[row] + _DRAFTING_AT
+            rows[num_drafting] = texts[row] + DRAFTING_AT
             num_drafting += 1
     if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
         observe_pass(costs, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
@@ -212,7 +117,7 @@ def _draft_rows(
     token_cost = draft_token_cost(costs, num_drafting)
     rows = rows[:num_drafting]
     for i in range(num_drafting):
-        text, params = _text_at(rows[i] - _DRAFTING_AT), row_at(rows[i]).params
+        text, params = text_at(rows[i] - DRAFTING_AT), row_at(rows[i]).params
         params.context, params.context_length = text.tokens, text.length
         params.snapshot, params.model = snapshot, batch.model
         # The target adds one token to the accepted draft.
@@ -226,9 +131,9 @@ def _draft_rows(
     words, floats = int32_array(words_at, num_rows * width), float32_array(words_at, num_rows * width)
     for row in range(num_rows):
         at = row * width
-        words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
+        words[at], words[at + 1] = 0 if texts[row] == 0 else text_at(texts[row]).length, 0
         if texts[row] != 0 and needs_draft[row] > 0:
-            draft = _text_at(texts[row]).drafting.draft
+            draft = text_at(texts[row]).drafting.draft
             words[at + 1] = draft.size
             for i in range(draft.size):
                 words[at + NUM_HEADER_WORDS + i] = draft.tokens[i]
@@ -239,70 +144,6 @@ def _draft_rows(
     batch.num_draft_tokens += positions - num_rows
     batch.last_num_drafting, batch.last_positions = num_drafting, positions
     return num_lost
-
-
-Tokens = npt.NDArray[np.int32]
-
-
-class RowText:
-    """The drafter's own copy of a row's prompt and output, needed because the engine may move or overwrite its array.
-
-    ``address`` is the memory address of the `RowTextRecord` for numba kernels. The text can grow to ``capacity``
-    tokens.
-    """
-
-    __slots__ = ("_buffer", "_memory", "_record", "address")
-
-    def __init__(self, tokens: Tokens, prompt_length: int, capacity: int) -> None:
-        self._memory = Records(RowTextRecord)
-        self._record, self.address = self._memory[0], self._memory.address
-        reset_row_at(self.address + _DRAFTING_AT, prompt_length)
-        self._buffer = np.empty(max(capacity, len(tokens)), np.int32)  # memory is allocated as it is written
-        self._record.tokens, self._record.capacity = address(self._buffer), len(self._buffer)
-        self.replace(tokens, 0)
-
-    @property
-    def length(self) -> int:
-        return self._record.length
-
-    @property
-    def num_new(self) -> int:
-        """Return the number of tokens that the last step appended to the text."""
-        return self._record.num_new
-
-    @property
-    def prompt_length(self) -> int:
-        return self._record.drafting.params.prompt_length
-
-    @property
-    def tokens(self) -> Tokens:
-        """Return a view of the prompt and the output so far, valid until tokens are appended."""
-        return self._buffer[: self.length]
-
-    def replace(self, tokens: Tokens, num_new: int) -> None:
-        """Replace the row's whole text by ``tokens``; the last ``num_new`` of them were generated in this step."""
-        tokens = tokens[: len(self._buffer)]
-        self._buffer[: len(tokens)] = tokens
-        self._record.length, self._record.num_new = len(tokens), num_new
-
-
-class TokenRows:
-    """The arrays in which an engine keeps the tokens of its batch. `BatchDrafter.draft` reads new tokens from them.
-
-    Attributes:
-        tokens: int32[rows, width], the tokens of each sequence.
-        lengths: int32[rows], the number of tokens of each sequence.
-    """
-
-    def __init__(self, tokens: Tokens, lengths: Tokens) -> None:
-        """Refer to the arrays without copying them; AssertionError if they are not C-contiguous int32 arrays."""
-        for each in (tokens, lengths):
-            assert each.dtype == np.int32 and each.flags.c_contiguous, "the engine's tokens are not int32 rows"
-        self.tokens, self.lengths = tokens, lengths
-        self._memory = Records(TokenRowsRecord)
-        self.address, record = self._memory.address, self._memory[0]
-        record.tokens, record.lengths = address(tokens), address(lengths)
-        record.num_rows, record.width = min(len(tokens), len(lengths)), tokens.shape[1]
 
 
 class BatchDrafter:
@@ -381,7 +222,7 @@ class BatchDrafter:
         count = len(texts)
         addresses, lost = _addresses(texts), np.empty(count, np.int64)
         self._batch.num_new += int(words[:count, 1].sum())
-        found = _append_tokens(address(addresses), address(words), address(lost), count, words.shape[1])
+        found = append_tokens(address(addresses), address(words), address(lost), count, words.shape[1])
         return np.flatnonzero(lost).tolist() if found else []
 
     def extend(self, token_ids: Sequence[Sequence[int] | Tokens]) -> list[int]:
@@ -393,7 +234,7 @@ class BatchDrafter:
         tokens, sizes = array("i", chain.from_iterable(token_ids)), array("q", map(len, token_ids))
         assert len(sizes) == self._num_rows
         self._batch.num_new += len(tokens)
-        _extend_texts(self._batch.texts, address(tokens), address(sizes), len(sizes))
+        extend_texts(self._batch.texts, address(tokens), address(sizes), len(sizes))
         return sizes.tolist()
 
     def draft(

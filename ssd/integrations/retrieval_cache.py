@@ -28,9 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import CacheConfig, DraftConfig
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, TokenRows
+from ssd.drafting.batch_drafter import BatchDrafter
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.row_texts import NUM_HEADER_WORDS, RowText, TokenRows
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE, CacheManager, NamespaceCache

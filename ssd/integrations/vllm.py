@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.batch_drafter import TokenRows
 from ssd.drafting.draft_records import MAX_DRAFT
+from ssd.drafting.row_texts import TokenRows
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm_core import VllmCache, VllmDrafter, VllmRequest, stop_rules_of
 from ssd.integrations.vllm_hooks import finished_lengths

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting.batch_drafter import RowText
+from ssd.drafting.row_texts import RowText
 from ssd.errors import ConfigError, ModelError
 from ssd.integrations.retrieval_cache import RetrievalCache, RetrievalStats
 from ssd.integrations.settings import IntegrationSettings, read_settings

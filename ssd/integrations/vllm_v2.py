@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS
 from ssd.drafting.draft_records import MAX_DRAFT
+from ssd.drafting.row_texts import NUM_HEADER_WORDS
 from ssd.integrations.vllm_core import VllmCache, VllmDrafter, VllmRequest, stop_rules_of, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, finished_lengths, log
 
