@@ -13,7 +13,6 @@ from itertools import takewhile
 from cache_builder import Terminated
 from ssd import __version__
 from ssd.errors import SSDError
-from ssd.text.load_tokenizer import hide_torch
 
 _DESCRIPTION = "Fill the retrieval cache of ssd-serve from text that exists already: logs, transcripts, documents."
 _EXAMPLES = """\
@@ -62,12 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         signal.signal(signal.SIGTERM, _raise_terminated)
         sys.unraisablehook = _raise_again
-    options = _parse(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and not getattr(options, "against", ()):  # other draft methods need torch
-        hide_torch()
     try:
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        if arguments is None and not getattr(options, "against", ()):  # other draft methods need torch
+            import_module("ssd.text.load_tokenizer").hide_torch()
         status: int = options.run(options)
         return status
+    except ModuleNotFoundError as error:
+        print(f"ssd-cache: error: a package is missing: pip install 'ssd-serving[builder]' ({error})", file=sys.stderr)
+        return 2
     except (SSDError, OSError) as error:
         print(f"ssd-cache: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

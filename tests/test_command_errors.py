@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,7 @@ ERRORS = {
     "prune warm --budget 400 --logs chat.jsonl --tokenizer BUNDLED --out out": "was made with tokenizer",
     "explain warm --prompt negative.json": "must be an object with",
     "explain warm --prompt object.json": "or an array of token ids",
-    "explain warm --prompt none.json": "give at least one token",
+    "explain warm --prompt none.json": "give a file that contains text",
     "explain warm --prompt brace.json": "not valid JSON",
     "explain warm --prompt deep.json": "not valid JSON",
     "explain warm --prompt ids.json --draft-limit 0": "--draft-limit must be within",
