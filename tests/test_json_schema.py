@@ -13,7 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ssd.bundled import MODEL_PATH
 from ssd.text.grammar_compiler import JSON_OPTIONS
-from ssd.text.schema import UNSUPPORTED, SchemaError, close_objects, prepare_schema
+from ssd.text.schema import UNSUPPORTED, prepare_schema
+from ssd.text.schema_tree import SchemaError, close_objects
 
 NAMES = st.sampled_from(["a", "b", "properties", "allOf"])
 VALUES = st.recursive(

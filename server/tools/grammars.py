@@ -17,7 +17,8 @@ from server.tools.tool_call_parser import CallTemplate
 from server.tools.values import Functions
 from ssd.errors import RequestError
 from ssd.text.grammar_compiler import JSON_OPTIONS
-from ssd.text.schema import SchemaError, prepare_schema
+from ssd.text.schema import prepare_schema
+from ssd.text.schema_tree import SchemaError
 
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """JSON schema keywords that a grammar can enforce for a string that is written without quotation marks."""

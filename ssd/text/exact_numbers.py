@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from ssd.text.schema import Schema, SchemaError, children, escape, is_beyond_exact, resolve, subschema_at, types_of
+from ssd.text.schema_tree import Schema, SchemaError, children, escape, is_beyond_exact, resolve, subschema_at, types_of
 
 _BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 _CONSTRAINTS = _BOUNDS | {

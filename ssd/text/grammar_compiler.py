@@ -32,7 +32,9 @@ from ssd.text.grammar_memory import (
     allocated_bytes,
     trim_soon,
 )
-from ssd.text.schema import children, error_reason, prepare_schema, quote_pattern, resolve, subschema_at
+from ssd.text.schema import prepare_schema
+from ssd.text.schema_patterns import error_reason, quote_pattern
+from ssd.text.schema_tree import children, resolve, subschema_at
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 

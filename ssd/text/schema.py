@@ -8,27 +8,35 @@ annotations, and refuses all other constraints with an error that names the keyw
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from ssd.errors import quote_value
-
-Schema = Any
-"""A parsed JSON schema: a dict or a bool."""
-
-MAX_EXACT: Final = 2**53  # up to it, 64-bit floats represent all integers
+from ssd.text.schema_patterns import FORMATS, PROBES, for_python, names_matched_by, pattern_complaint
+from ssd.text.schema_tree import (
+    BESIDE_PROPERTIES,
+    MAX_EXACT,
+    NAMED_SUBSCHEMAS,
+    SEVERAL_PARTS,
+    Schema,
+    SchemaError,
+    children,
+    close_objects,
+    escape,
+    listed_values,
+    resolve,
+    types_of,
+)
 
 _MAX_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
 _MAX_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
 _MAX_LOOKED_AT = 10_000  # subschemas visited to check that a schema has a finite value
-_MAX_NAMES = 64  # property names that may replace a pattern
 
 # Larger bounds are moved inwards to a multiple of this number: such integers below 2^63 are exact as floats, and so are
 # their shortest decimal forms, of which llguidance makes its expressions.
@@ -38,47 +46,9 @@ _OPEN_BOUND: Final = 10**17  # above it, llguidance needs both bounds of a range
 _LEAST_GAP: Final = 1e-12  # between an integral exclusive bound and the inclusive bound that replaces it
 
 
-class SchemaError(ValueError):
-    """Raised if a JSON schema cannot be enforced. The message names the keyword at fault and its JSON pointer."""
-
-
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = (
-    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-)
-_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_CLOCK})"
-_N = "[0-9]{1,4}"
-_DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
-_SECONDS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
-
-FORMATS: Final[Mapping[str, str | None]] = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "duration": f"^P(?:{_DAYS}(?:{_SECONDS})?|{_SECONDS}|{_N}W)$",
-    **dict.fromkeys(("email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
-}
-"""The JSON schema string formats that are enforced, each with the regular expression that is used as its pattern.
-
-None means that llguidance implements the format. All other formats are ignored.
-"""
-
-UNSUPPORTED: Final = (
-    *(
-        "$dynamicRef",
-        "$recursiveRef",
-        "contains",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "else",
-        "if",
-    ),
-    *("maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
-    "uniqueItems",
+UNSUPPORTED: Final = tuple(
+    "$dynamicRef $recursiveRef contains dependencies dependentRequired dependentSchemas else if maxContains "
+    "minContains not propertyNames then unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
 """The JSON schema keywords that llguidance does not support.
 
@@ -100,11 +70,8 @@ _TYPE_OF_KEYWORD = {
     **dict.fromkeys(("minProperties", "propertyNames", "unevaluatedProperties"), "object"),
 }
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-_ONE = ("additionalItems", "additionalProperties", "items")
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_NAMED = ("$defs", "definitions", "patternProperties", "properties")
 _VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
-    **dict.fromkeys(_NAMED, ("an object", dict)),
+    **dict.fromkeys(NAMED_SUBSCHEMAS, ("an object", dict)),
     **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"), ("an array", list)),
     **dict.fromkeys(("$ref", "format", "pattern"), ("a string", str)),
     **dict.fromkeys((*_BOUNDS, "multipleOf"), ("a number", (int, float))),
@@ -113,9 +80,6 @@ _VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
     ),
 }
 """The type that the value of each JSON schema keyword must have: in words for error messages, and as Python types."""
-# A schema with these keywords constrains one object in several places, none of which lists all of its keys.
-_SEVERAL = frozenset({"allOf", "oneOf"})
-_BESIDE = ("$ref", "anyOf", "patternProperties")
 
 
 def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
@@ -149,88 +113,6 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
         raise SchemaError("the schema contains half of a surrogate pair, which is not a character: remove it") from None
     except ValueError:
         raise SchemaError("the schema has a number that is not finite (NaN or infinity): use finite numbers") from None
-
-
-def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
-    """Yield the direct subschemas of a JSON schema with their JSON pointers; ``at`` is the pointer of ``node``."""
-    for key in _ONE:
-        if isinstance(node.get(key), (dict, bool)):
-            yield node[key], f"{at}/{key}"
-    for key in _LISTS:
-        if isinstance(node.get(key), list):
-            yield from ((each, f"{at}/{key}/{number}") for number, each in enumerate(node[key]))
-    for key in _NAMED:
-        if isinstance(node.get(key), dict):
-            yield from ((each, f"{at}/{key}/{escape(name)}") for name, each in node[key].items())
-
-
-def resolve(root: Schema, reference: object) -> Schema | None:
-    """Return the subschema to which a ``$ref`` within the schema ``root`` points; None for any other reference."""
-    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
-        return None
-    found = root
-    for part in unquote(reference).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and re.fullmatch("[0-9]{1,9}", name) and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
-
-
-def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return the subschema at a JSON pointer as a schema of its own, with everything to which it refers. O(schema)."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, list):
-            return [moved(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        made = {key: moved(each) for key, each in value.items()}
-        if resolve(root, made.get("$ref")) is not None:
-            made["$ref"] = "#/root" + made["$ref"][1:]
-        return made
-
-    part = resolve(root, "#" + quote(at))
-    if '"$ref"' not in json.dumps(part):
-        return part if isinstance(part, dict) else {"allOf": [part]}
-    return {"$ref": "#/root" + quote(at), "root": moved(root)}
-
-
-def error_reason(complaint: str) -> str:
-    """Return the reason in an llguidance error message as one line of plain words."""
-    if re.search("look-?around", complaint):
-        return "look-around is not supported"
-    if complaint.startswith("NoExtension"):
-        return "it is a dead end: no text satisfies it"
-    if complaint.startswith("Resource"):
-        return "only references within the schema are supported"
-    if "coerce_one_of" in complaint:
-        return (
-            "more than one branch may be valid for one value: make them exclude each other, for instance by a const, "
-            "or use anyOf"
-        )
-    lines = complaint.strip().splitlines() or ["unknown"]
-    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    if "Regex is empty" in reason:
-        reason = "Unsatisfiable schema: its patterns, format and length exclude each other"
-    reason = re.sub(r": json-schema:\S*|^at .*failed to compile JSON schema: ", "", reason)
-    return reason.replace("Unsatisfiable schema:", "no value satisfies it:")
-
-
-def is_beyond_exact(value: Any) -> bool:
-    """Return whether a JSON value contains a number of 2^53 or more, which 64-bit floats may not represent."""
-    if isinstance(value, dict):
-        return any(map(is_beyond_exact, value.values()))
-    if isinstance(value, list):
-        return any(map(is_beyond_exact, value))
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) >= MAX_EXACT
-
-
-def escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _accepts_all(schema: Schema) -> bool:
@@ -414,13 +296,13 @@ class _Preparation:
         """
         patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
-            if complaint := _pattern_complaint(pattern):
+            if complaint := pattern_complaint(pattern):
                 self._refuse(patterns, pattern, f"{at}/patternProperties", complaint, "patternProperties")
-            elif (names := _names_matched_by(pattern)) is not None:
+            elif (names := names_matched_by(pattern)) is not None:
                 self._add_names(node, at, names, patterns.pop(pattern))
         if not patterns:
             node.pop("patternProperties", None)
-        elif all(any(re.search(pattern, probe) for pattern in map(_for_python, patterns)) for probe in _PROBES):
+        elif all(any(re.search(pattern, probe) for pattern in map(for_python, patterns)) for probe in PROBES):
             node["additionalProperties"] = False  # no other key is left, and a comma would lead to a dead end
 
     def _count_properties(self, node: dict[str, Any], at: str) -> None:
@@ -428,7 +310,7 @@ class _Preparation:
             return
         properties = node.get("properties", {})
         num_required = len(set(map(str, node.get("required", []))))
-        if properties and _SEVERAL.isdisjoint(node) and not any(key in node for key in _BESIDE):
+        if properties and SEVERAL_PARTS.isdisjoint(node) and not any(key in node for key in BESIDE_PROPERTIES):
             node.setdefault("additionalProperties", False)
         is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
         num_names = sum(schema is not False for schema in properties.values())
@@ -447,7 +329,7 @@ class _Preparation:
     # -- strings
 
     def _prepare_string(self, node: dict[str, Any], at: str) -> None:
-        if "pattern" in node and (complaint := _pattern_complaint(node["pattern"])):
+        if "pattern" in node and (complaint := pattern_complaint(node["pattern"])):
             self._refuse(node, "pattern", at, complaint)
         if "format" not in node:
             return
@@ -554,7 +436,7 @@ class _Preparation:
         types = types_of(one), types_of(other)
         if types[0] is not None and types[1] is not None and types[0].isdisjoint(types[1]):
             return True
-        values = _listed_values(one), _listed_values(other)
+        values = listed_values(one), listed_values(other)
         if values[0] is not None and values[1] is not None:
             return values[0].isdisjoint(values[1])
         if types[0] != {"object"} or types[1] != {"object"}:
@@ -570,34 +452,6 @@ class _Preparation:
 
 def _is_whole(value: float) -> bool:
     return isinstance(value, int) or value.is_integer()
-
-
-_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-
-
-def types_of(node: Mapping[str, Any]) -> set[str] | None:
-    """Return the types that the keywords type, const and enum allow (integers as "number"); None if all are allowed."""
-    given = node.get("type")
-    found: set[str] | None = None
-    if isinstance(given, (str, list)):
-        named = [given] if isinstance(given, str) else given
-        found = {"number" if name == "integer" else name for name in named if isinstance(name, str)}
-    values = node.get("enum", [node["const"]] if "const" in node else None)
-    if values is not None:
-        kinds = {_KINDS.get(type(value), "null") for value in values}
-        found = kinds if found is None else found & kinds
-    return found
-
-
-def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values of the keyword const or enum as JSON text (1.0 is written as 1); None if there is neither."""
-    values = node.get("enum", [node["const"]] if "const" in node else None)
-    if values is None:
-        return None
-    return frozenset(
-        str(int(value)) if isinstance(value, float) and value.is_integer() else json.dumps(value, sort_keys=True)
-        for value in values
-    )
 
 
 def _says_nothing(node: Mapping[str, Any], key: str) -> bool:
@@ -625,128 +479,3 @@ def _only_says_string(schema: Mapping[str, Any]) -> bool:
 def _digits(number: int | float) -> int:
     """Return the significant decimal digits of a number as an integer, e.g. 12 for 1200 and for 0.012."""
     return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
-
-
-# -- patterns
-
-
-_PROBES = ("", "a", "A", "0", " ", "-", "\n", "\r", "\u2028", "\x00", "\u00e9", "aa")
-
-
-def _for_python(pattern: str) -> str:
-    return pattern.replace("(?<", "(?P<")
-
-
-def _pattern_complaint(pattern: str) -> str:
-    """Return the reason why llguidance cannot use a regular expression; an empty string if it can."""
-    try:
-        from llguidance import LLMatcher
-    except ImportError:  # then no grammar is made
-        return ""
-    found = LLMatcher.validate_grammar(
-        LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    )
-    if not found or found.startswith("Unsatisfiable"):  # this depends on the rest of the schema
-        return ""
-    return f"cannot be used: {quote_pattern(pattern)}: {error_reason(found)}"
-
-
-def quote_pattern(pattern: str) -> str:
-    """Return a regular expression in quotes for an error message, without doubled backslashes."""
-    return f"'{pattern}'" if pattern.isprintable() and len(pattern) <= 120 else quote_value(pattern)
-
-
-def _names_matched_by(pattern: str) -> list[str] | None:
-    """Return all strings that a regular expression matches; None if there are many or they are hard to list."""
-    try:
-        items = list(importlib.import_module("re._parser").parse(pattern))
-    except (re.error, OverflowError, RecursionError, ImportError):
-        return None
-    if [str(argument) for _, argument in items[:1] + items[-1:]] != ["AT_BEGINNING", "AT_END"]:
-        return None
-    found = _expand(items[1:-1])
-    return None if found is None else sorted(set(found))
-
-
-def _expand(items: Iterable[Any]) -> list[str] | None:
-    found = [""]
-    for kind, argument in items:
-        if str(kind) == "LITERAL":
-            parts: list[str] | None = [chr(argument)]
-        elif str(kind) == "IN":
-            parts = []
-            for inner, value in argument:
-                low, high = value if str(inner) == "RANGE" else (value, value)
-                if str(inner) not in ("LITERAL", "RANGE") or high - low >= _MAX_NAMES:
-                    return None
-                parts += map(chr, range(low, high + 1))
-        elif str(kind) == "BRANCH":
-            branches = [_expand(branch) for branch in argument[1]]
-            parts = None if None in branches else [text for branch in branches if branch for text in branch]
-        elif str(kind) == "SUBPATTERN" and not argument[1] and not argument[2]:
-            parts = _expand(argument[3])
-        elif str(kind) == "MAX_REPEAT" and argument[1] <= 4:
-            if (once := _expand(argument[2])) is None:
-                return None
-            parts = []
-            for times in range(argument[0], argument[1] + 1):
-                repeated = itertools.product(once, repeat=times)
-                parts += map("".join, itertools.islice(repeated, _MAX_NAMES + 1))
-        else:
-            return None
-        if parts is None or len(found) * len(parts) > _MAX_NAMES:
-            return None
-        found = [text + part for text in found for part in parts]
-    return found
-
-
-# -- additional keys
-
-
-def close_objects(schema: Schema) -> Schema:
-    """Set additionalProperties to false for each object whose schema does not say whether additional keys are allowed.
-
-    Otherwise a weak model may invent keys; one model wrote the same key five times. All values that the result allows
-    are also valid under the original schema. Objects without named keys stay open. The schema is returned unchanged if
-    several of its parts constrain one object together (e.g. allOf), because none of them lists all keys, or if it is
-    nested too deeply for Python. O(schema).
-    """
-    try:
-        return _closed(schema)
-    except (_SeveralError, RecursionError):
-        return schema
-
-
-class _SeveralError(Exception):
-    pass
-
-
-def _closed(schema: Schema) -> Schema:
-    if not isinstance(schema, dict):
-        return schema
-    properties = schema.get("properties")
-    if not _SEVERAL.isdisjoint(_without_patterns(schema)) or (properties and any(key in schema for key in _BESIDE)):
-        raise _SeveralError
-    made = dict(schema)
-    for key in _ONE:
-        if isinstance(schema.get(key), dict):
-            made[key] = _closed(schema[key])
-    for key in _LISTS:
-        if isinstance(schema.get(key), list):
-            made[key] = [_closed(each) for each in schema[key]]
-    for key in _NAMED:
-        if isinstance(schema.get(key), dict):
-            made[key] = {name: _closed(each) for name, each in schema[key].items()}
-    required = schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list) or "minProperties" in schema:
-        return made
-    if properties and {*map(str, required)} <= properties.keys():
-        made.setdefault("additionalProperties", False)
-    return made
-
-
-def _without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    parts = schema.get("allOf")
-    if isinstance(parts, list) and all(isinstance(part, dict) and part.keys() == {"pattern"} for part in parts):
-        return {key: value for key, value in schema.items() if key != "allOf"}
-    return schema
