@@ -23,7 +23,7 @@ from ssd.engine.draft_buffers import (
     fill_draft_params,
     plan_prepared_drafts,
     record_draft_outcomes,
-    reuse_prepared_drafts,
+    start_drafts,
     store_prepared_drafts,
 )
 from ssd.engine.drafter_backends import write_draft
@@ -124,8 +124,9 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
     came_true = [False] * len(slow.rows)
     for step in range(8):
         if step:
-            plan_prepared_drafts(at, pair.buffer, settings)
+            num_marked = plan_prepared_drafts(at, pair.buffer, settings)
             slow.plan_ahead(LIMIT, came_true)
+            assert num_marked == sum(row.is_wanted for row in slow.rows)
             fill_draft_params(at, pair.buffer, settings, PREPARED_CHAIN)
             found = list[Draft]()
             for sequence, row in zip(batch.sequences, slow.rows, strict=True):
@@ -140,14 +141,15 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
             came_true = advance(pair, random)
         pair.buffer ^= 1
         should_draft_all, is_tree = bool(random.random() < 0.3), bool(random.random() < 0.3)
-        reuse_prepared_drafts(at, pair.buffer, LIMIT, should_draft_all)
+        num_marked = start_drafts(at, pair.buffer, settings, should_draft_all)
         slow.begin(LIMIT, should_draft_all=should_draft_all)
-        num_asked = fill_draft_params(at, pair.buffer, settings, CHAIN)
-        assert num_asked == sum(row.is_wanted for row in slow.rows)
+        assert num_marked == sum(row.is_wanted for row in slow.rows)
         found = [some_draft(random, row.most_drafted(LIMIT), is_tree=is_tree) for row in slow.rows]
-        for sequence, draft in zip(batch.sequences, found, strict=True):
-            write_draft(draft, sequence.row.draft_row.draft)
-        collect_drafts(at, pair.buffer, settings)
+        if num_marked:
+            assert fill_draft_params(at, pair.buffer, settings, CHAIN) == num_marked
+            for sequence, draft in zip(batch.sequences, found, strict=True):
+                write_draft(draft, sequence.row.draft_row.draft)
+            collect_drafts(at, pair.buffer, settings)
         slow.take(found)
         pair.check()
         check_fed(pair)

@@ -44,13 +44,13 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
         assert compiled.wait(60)
         warm_up(drafter)
 
-    def noted(drafter: SuffixDrafter, rows: Any, groups: Any) -> None:
+    def noted(drafter: SuffixDrafter, groups: Any) -> None:
+        set_groups(drafter, groups)
         asked.extend(drafter._rows)
-        draft(drafter, rows, groups)
 
-    draft = SuffixDrafter.draft_groups
+    set_groups = SuffixDrafter.set_groups
     monkeypatch.setattr(SuffixDrafter, "warm_up", wait_and_warm_up)
-    monkeypatch.setattr(SuffixDrafter, "draft_groups", noted)
+    monkeypatch.setattr(SuffixDrafter, "set_groups", noted)
     engine = make_engine()
     engine.warm_up(patience_s=0.0)
     said = {}

@@ -249,11 +249,24 @@ class SuffixDrafter:
         ``rows`` are the addresses of the requests' `DraftRow` records, whose ``params`` must hold the limit and the
         token cost. ``groups`` must contain these rows, and may contain other rows.
         """
+        self.set_groups(groups)
+        draft_batch(self._workspace.address, rows)
+
+    def write_settings(self, settings: DraftBatch) -> None:
+        """Copy this drafter's scratch memory and match lengths to an engine's settings, so that kernels can draft."""
+        own = self._workspace.batch
+        settings.scratch = own.scratch
+        settings.max_match_length, settings.min_match_length = own.max_match_length, own.min_match_length
+
+    def set_groups(self, groups: Iterable[NamespaceGroup]) -> None:
+        """Set the cache and the tables that each request's row drafts from. Call this before `draft_batch`.
+
+        ``groups`` are those of `draft_groups`.
+        """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()
         for group in groups:
             self._write_group(group)
-        draft_batch(self._workspace.address, rows)
 
     def _write_group(self, group: NamespaceGroup) -> None:
         snapshot, learned = group.snapshot or NO_SNAPSHOT, group.learned
@@ -316,8 +329,8 @@ class SuffixDrafter:
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Save the outcome of drafts, and the tokens that the target sampled after rejected draft tokens (lookahead).
 
-        The saved outcome is needed only if the request has ended, because then `finish` teaches it to the acceptance
-        model. Otherwise the acceptance model learns in the next step, from the new tokens in the context.
+        The saved outcome is needed only if the request has ended, because then `finish` trains the acceptance model
+        with it. Otherwise the acceptance model learns in the next step, from the new tokens in the context.
         """
         if scored is not None and self._recycling is not None:
             rows = [self._rows.get(request_id) for request_id in scored.request_ids]

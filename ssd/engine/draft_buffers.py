@@ -6,20 +6,13 @@ from typing import Final
 
 import numpy as np
 
-from ssd.cost_model.calibration import (
-    BACKOFF_AFTER,
-    AcceptanceCalibration,
-    accepted_share,
-    calibration_at,
-    record_outcome,
-)
-from ssd.cost_model.cost_model import CostModel
+from ssd.cost_model.calibration import BACKOFF_AFTER, accepted_share, calibration_at, record_outcome
 from ssd.cost_model.pass_costs import costs_at, draft_token_cost
-from ssd.drafting.draft_batch import DraftBatch, cut_drafts, draft_batch_at, is_valid_draft
+from ssd.drafting.draft_batch import cut_drafts, draft_batch, draft_batch_at, is_valid_draft
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
 from ssd.engine.batch import DRAFT_ROW_OFFSET, Batch, BatchRecord, batch_record_at, sequence_at
 from ssd.engine.request import SequenceRecord
-from ssd.jit.addresses import Int64s, Records, dtype_of, inlined, int32_array, int64_array, kernel, offset_of
+from ssd.jit.addresses import Int64s, dtype_of, inlined, int32_array, int64_array, kernel, offset_of
 
 _DRAFTS_OFFSET: Final = offset_of(SequenceRecord, "drafts")
 _DRAFT_BYTES: Final = dtype_of(DraftRecord).itemsize
@@ -51,8 +44,10 @@ def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
 
 
 @kernel
-def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
+def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> int:
     """Take the next draft of each sequence from its prepared draft if it fits; mark all other sequences for drafting.
+
+    Returns the number of marked sequences.
 
     A prepared draft is a long draft for several forward passes, made while an earlier pass ran. It fits only if the
     output since then equals its tokens. A sequence whose recent drafts were all empty is marked only if
@@ -66,7 +61,7 @@ def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all:
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
-    record.num_in_backoff = 0
+    num_marked = record.num_in_backoff = 0
     for b in range(record.num_rows):
         row = sequence_at(rows[b])
         draft, at, begin = row.drafts[buffer], row.prepared_length, row.prepared_begin
@@ -81,7 +76,9 @@ def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all:
                 _copy_draft(row.prepared, begin, end, draft)
                 row.used_offset, row.was_drafted[buffer] = begin, 1
         needs_draft[b] = is_due and row.used_offset == 0
+        num_marked += needs_draft[b]
     _update_width(record, rows, buffer)
+    return num_marked
 
 
 @kernel
@@ -150,8 +147,17 @@ def collect_drafts(batch: int, buffer: int, settings: int) -> None:
 
 
 @kernel
-def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Mark the sequences for which a long draft is prepared while the current forward pass runs.
+def start_drafts(batch: int, buffer: int, settings: int, should_draft_all: bool) -> int:
+    """Run `reuse_prepared_drafts`, and `collect_drafts` if no sequence needs a new draft; return how many need one."""
+    num_marked = reuse_prepared_drafts(batch, buffer, draft_batch_at(settings).limit, should_draft_all)
+    if num_marked == 0 and batch_record_at(batch).width > 1:
+        collect_drafts(batch, buffer, settings)
+    return num_marked
+
+
+@kernel
+def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> int:
+    """Mark the sequences for which a long draft is prepared while the current forward pass runs; return how many.
 
     These are the sequences whose last draft was fully accepted: their output probably goes on repeating an earlier
     text. A sequence is left out if its earlier prepared draft still covers the next pass.
@@ -162,6 +168,7 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
         int64_array(record.num_drafted, record.num_rows),
         int64_array(record.num_accepted, record.num_rows),
     )
+    num_marked = 0
     for b in range(record.num_rows):
         row = sequence_at(rows[b])
         size, begin = row.drafts[buffer].size, row.used_offset
@@ -170,6 +177,8 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
             needs_draft[b] = 0
             row.prepared_offset, row.prepared_begin = begin, begin + size + 1
             row.prepared_length = row.length + size + 1
+        num_marked += needs_draft[b]
+    return num_marked
 
 
 @kernel
@@ -192,6 +201,20 @@ def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
             common += 1
         row.prepared_offset, row.prepared_begin = 0, common + 1
         row.prepared_length = row.length + draft.size + 1 if common == draft.size else -1
+
+
+@kernel
+def make_drafts(batch: int, buffer: int, settings: int, shape: int) -> None:
+    """Draft for each marked sequence, and collect or store the drafts. The arguments are those of `fill_draft_params`.
+
+    The settings must have the scratch memory of a suffix drafter.
+    """
+    num_rows = fill_draft_params(batch, buffer, settings, shape)
+    draft_batch(settings, int64_array(batch_record_at(batch).draft_rows, num_rows))
+    if shape == PREPARED_CHAIN:
+        store_prepared_drafts(batch, buffer, settings)
+    else:
+        collect_drafts(batch, buffer, settings)
 
 
 @inlined
@@ -224,13 +247,14 @@ def record_draft_outcomes(batch: int, buffer: int, settings: int, sizes: Int64s,
             record_outcome(outcomes, row.temperature_bucket, expected, sizes[b] - 1)
 
 
-def warm_up_draft_buffers() -> None:
-    batch, cost_model, calibration, settings = Batch(()), CostModel(), AcceptanceCalibration(), Records(DraftBatch)
-    cost_model.calibrate(1, 1.0, is_wide=False)
-    cost_model.end_warm_up()
-    settings[0].costs, settings[0].calibration = cost_model.address, calibration.address
-    fill_draft_params(batch.address, 0, settings.address, CHAIN)
-    collect_drafts(batch.address, 0, settings.address)
-    plan_prepared_drafts(batch.address, 0, settings.address)
-    store_prepared_drafts(batch.address, 0, settings.address)
-    record_draft_outcomes(batch.address, 0, settings.address, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
+def warm_up_draft_buffers(settings: int, *, with_suffix_drafter: bool) -> None:
+    """Compile the kernels. ``settings`` is the address of the `DraftBatch` of the engine."""
+    batch = Batch(())
+    start_drafts(batch.address, 0, settings, False)
+    plan_prepared_drafts(batch.address, 0, settings)
+    if with_suffix_drafter:
+        make_drafts(batch.address, 0, settings, CHAIN)
+    fill_draft_params(batch.address, 0, settings, CHAIN)
+    collect_drafts(batch.address, 0, settings)
+    store_prepared_drafts(batch.address, 0, settings)
+    record_draft_outcomes(batch.address, 0, settings, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from ssd.cost_model.cost_model import CostModel
+from ssd.drafting.draft_batch import DraftBatch
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, source_number
 from ssd.drafting.hybrid_drafter import HybridDrafter
 from ssd.drafting.member_drafter import FaultIsolatingDrafter
@@ -36,6 +37,17 @@ class DrafterBackend(Protocol):
     @property
     def num_failures(self) -> int:
         """The number of drafts that failed or were invalid. Exceptions raised by the methods are not counted."""
+        ...
+
+    def write_settings(self, settings: DraftBatch) -> None:
+        """Write the settings and the scratch memory with which the kernel `make_drafts` searches."""
+        ...
+
+    def prepare(self, batch: Batch, num_rows: int) -> bool:
+        """Prepare to draft for ``num_rows`` sequences, those marked in ``batch.needs_draft``.
+
+        Returns whether the kernel `make_drafts` can make these drafts. If not, `draft` makes them.
+        """
         ...
 
     def draft(self, batch: Batch) -> None:
@@ -72,6 +84,7 @@ class KernelBackend:
     def __init__(self, suffix: SuffixDrafter, hybrid: HybridDrafter | None, cost_model: CostModel) -> None:
         self._suffix, self._hybrid, self._cost_model = suffix, hybrid, cost_model
         self._drafter = suffix if hybrid is None else hybrid
+        self._is_overridden = type(suffix).draft_groups is not SuffixDrafter.draft_groups
         self.default_token_cost = suffix.default_token_cost
         self.needs_outcomes = hybrid is not None
 
@@ -79,14 +92,25 @@ class KernelBackend:
     def num_failures(self) -> int:
         return 0 if self._hybrid is None else self._hybrid.num_failures
 
-    def draft(self, batch: Batch) -> None:
+    def write_settings(self, settings: DraftBatch) -> None:
+        self._suffix.write_settings(settings)
+
+    def prepare(self, batch: Batch, num_rows: int) -> bool:
         for sequence in batch.coupled:
             sequence.advance_noise()
         if self._hybrid is not None:
             self._hybrid.start_step()
-        num_rows = batch.record.num_draft_rows
-        self._suffix.draft_groups(batch.draft_rows[:num_rows], batch.namespace_groups(self._start_request))
-        if self._hybrid is not None and self._hybrid.is_due(num_rows):
+            if self._hybrid.is_due(num_rows):
+                return False
+        if self._is_overridden:
+            return False
+        self._suffix.set_groups(batch.namespace_groups(self._start_request))
+        return True
+
+    def draft(self, batch: Batch) -> None:
+        draft_rows = batch.draft_rows[: batch.record.num_draft_rows]
+        self._suffix.draft_groups(draft_rows, batch.namespace_groups(self._start_request))
+        if self._hybrid is not None:
             sequences, requests = _draft_requests(batch, self._cost_model)
             found = [draft_of(sequence.row.draft_row.draft) for sequence in sequences]
             drafts = self._hybrid.extend_drafts(requests, list(found))
@@ -144,6 +168,12 @@ class RequestBackend:
     def num_failures(self) -> int:
         own = self._num_invalid + self._isolated.num_failures
         return own + int(getattr(self._drafter, "num_failures", 0))
+
+    def write_settings(self, settings: DraftBatch) -> None:
+        pass
+
+    def prepare(self, batch: Batch, num_rows: int) -> bool:
+        return False
 
     def draft(self, batch: Batch) -> None:
         sequences, requests = _draft_requests(batch, self._cost_model)

@@ -21,9 +21,11 @@ from ssd.engine.draft_buffers import (
     TREE,
     collect_drafts,
     fill_draft_params,
+    make_drafts,
     plan_prepared_drafts,
     record_draft_outcomes,
     reuse_prepared_drafts,
+    start_drafts,
     store_prepared_drafts,
     warm_up_draft_buffers,
 )
@@ -90,6 +92,7 @@ class SpeculationManager:
         self._limit = draft.num_speculative_tokens if target.can_roll_back and type(drafter) is not NoDrafter else 0
         self._memory = Records(DraftBatch)
         settings, self._settings = self._memory[0], self._memory.address
+        self._backend.write_settings(settings)
         settings.limit, settings.vocab_size = self._limit, target.vocab_size
         settings.first_threshold, settings.default_token_cost = FIRST_TOKEN_THRESHOLD, self._backend.default_token_cost
         settings.costs, settings.calibration = self._cost_model.address, self._calibration.address
@@ -157,7 +160,7 @@ class SpeculationManager:
 
         def compile_kernels() -> None:
             self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
-            warm_up_draft_buffers()
+            warm_up_draft_buffers(self._settings, with_suffix_drafter=self._backend.needs_kernels)
 
         empty_batch = Batch(())
         reuse_prepared_drafts(empty_batch.address, 0, 0, True)  # this kernel runs in every pass
@@ -195,23 +198,35 @@ class SpeculationManager:
     def propose(self, batch: Batch) -> int:
         """Make the drafts for the next forward pass; return which of the two draft buffers (0 or 1) holds them."""
         self._buffer ^= 1
-        limit = self._limit if self.is_ready else 0
         should_draft_all = self._backoff.should_draft_all(len(batch.sequences))
-        reuse_prepared_drafts(batch.address, self._buffer, limit, should_draft_all)
-        if limit and batch.sequences:
-            self._draft(batch)
+        if not self._limit or not self.is_ready or not batch.sequences:
+            reuse_prepared_drafts(batch.address, self._buffer, 0, should_draft_all)
+            return self._buffer
+        started = time.perf_counter()
+        num_rows = start_drafts(batch.address, self._buffer, self._settings, should_draft_all)
+        if num_rows:
+            shape = TREE if uses_trees(self._shape, len(batch.sequences)) else CHAIN
+            self._draft(batch, self._buffer, num_rows, shape)
+        seconds = time.perf_counter() - started
+        self._backoff.record_drafting(num_rows, seconds, skips_some=batch.record.num_in_backoff > 0)
         return self._buffer
 
-    def _draft(self, batch: Batch) -> None:
-        shape = TREE if uses_trees(self._shape, len(batch.sequences)) else CHAIN
-        started = time.perf_counter()
-        num_draft_rows = fill_draft_params(batch.address, self._buffer, self._settings, shape)
-        if num_draft_rows:
-            self._run_drafter(batch)
-        seconds = time.perf_counter() - started
-        if num_draft_rows or batch.record.width > 1:
-            collect_drafts(batch.address, self._buffer, self._settings)
-        self._backoff.record_drafting(num_draft_rows, seconds, skips_some=batch.record.num_in_backoff > 0)
+    def _draft(self, batch: Batch, buffer: int, num_rows: int, shape: int) -> None:
+        arguments = batch.address, buffer, self._settings
+        try:
+            if self._backend.prepare(batch, num_rows):
+                make_drafts(*arguments, shape)
+                return
+            fill_draft_params(*arguments, shape)
+            self._backend.draft(batch)
+        except BaseException as error:
+            self._best_effort.record(error)
+            for b in np.flatnonzero(batch.needs_draft).tolist():
+                batch.sequences[b].row.draft_row.draft.size = 0
+        if shape == PREPARED_CHAIN:
+            store_prepared_drafts(*arguments)
+        else:
+            collect_drafts(*arguments)
 
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
         """Prepare long drafts while a forward pass runs, for sequences whose last draft was fully accepted.
@@ -223,18 +238,8 @@ class SpeculationManager:
         batch, buffer = in_flight.batch, in_flight.buffer
         if self._backend.needs_outcomes or not self.is_ready or not self._limit:
             return
-        plan_prepared_drafts(batch.address, buffer, self._settings)
-        if fill_draft_params(batch.address, buffer, self._settings, PREPARED_CHAIN):
-            self._run_drafter(batch)
-            store_prepared_drafts(batch.address, buffer, self._settings)
-
-    def _run_drafter(self, batch: Batch) -> None:
-        try:
-            self._backend.draft(batch)
-        except BaseException as error:
-            self._best_effort.record(error)
-            for b in np.flatnonzero(batch.needs_draft).tolist():
-                batch.sequences[b].row.draft_row.draft.size = 0
+        if num_rows := plan_prepared_drafts(batch.address, buffer, self._settings):
+            self._draft(batch, buffer, num_rows, PREPARED_CHAIN)
 
     def observe(self, committed: CommittedPass) -> None:
         """Report to the drafter which draft tokens of a forward pass were accepted, and the target's logits.
