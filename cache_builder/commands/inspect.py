@@ -39,7 +39,7 @@ fault.
 the manifest agrees with the files, learned.bin is usable. It lists all other files.
 
 If DIR is a server's --cache-dir, its namespaces are listed. Orphaned namespaces are marked: these caches of tenants
-were created with another secret than the one stored in DIR, so no request finds them and no deletion removes them.
+were created with a secret other than the one stored in DIR, so no request finds them and no deletion removes them.
 """
 _MAX_SECRET_BYTES: Final = 1 << 16
 _REBUILD: Final = "build the directory again, or restore it from a copy"

@@ -181,7 +181,7 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     """Assign to each file of batch responses the files that may contain its requests, the most likely first.
 
     Requests and responses have the same ``custom_id``. If several batches use the same ids, the i-th file of responses
-    gets only the i-th file of requests. Raises InputError if the numbers of these files differ.
+    gets only the i-th file of requests; InputError is raised if there are more files of one kind than of the other.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
     if not 2 <= len(lines) <= _MAX_PEEKED_FILES:

@@ -83,8 +83,7 @@ class SharedBudget:
 class Reservation(AbstractContextManager["Reservation"]):
     """The units of a `SharedBudget` and the part of a tenant's quotas that one HTTP request holds until it ends.
 
-    ``release`` returns both. It must be called, and further calls have no effect. As a context manager, the reservation
-    is released at the end of the block.
+    ``release`` returns both. It must be called, and further calls have no effect. A ``with`` block calls it at its end.
 
     Attributes:
         amount: The reserved units of the budget.

@@ -76,8 +76,8 @@ class CorsOptions:
     allowed_headers: _Names = ("*",)
     """HTTP headers that pages of allowed origins may send."""
     allow_credentials: bool = False
-    """Let browsers send cookies with requests from pages of allowed origins, for a proxy in front of the server. The
-    server itself does not read cookies. Not possible with origin *.
+    """Let browsers send cookies with requests from pages of allowed origins. The server ignores cookies, but a proxy in
+    front of it may need them. Not possible with origin *.
     """
     allowed_hosts: _Names = ()
     """Host names that requests to a server without API keys may have in the Host header, as a JSON list or separated by

@@ -168,8 +168,8 @@ class ServiceOptions:
     lists.
     """
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
-    """API key that requests need; can be repeated. When the server starts, the list of processes shows the key for a
-    moment. Keys from $SSD_API_KEY or --api-key-file are never shown there.
+    """API key that requests need; can be repeated. The process list shows it for a moment when the server starts, but
+    never shows keys from $SSD_API_KEY or --api-key-file.
     """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
     """File with tenants, their API keys and quotas, and the operators' keys: see docs/guides/tenants.md. The server

@@ -145,8 +145,8 @@ class Engine:
             report: A function that is called with a description of each long stage before the stage starts.
 
         Raises:
-            ConfigError: A draft model or head is combined with another drafter than "ssd".
-            ModelError: A model cannot be loaded or does not fit, or the two models do not share a tokenizer.
+            ConfigError: A draft model or head is combined with a drafter other than "ssd".
+            ModelError: A model cannot be loaded or does not fit into memory, or the draft model has another tokenizer.
         """
         if drafter != "ssd" and (draft_model is not None or draft_head is not None):
             raise ConfigError(

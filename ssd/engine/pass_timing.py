@@ -57,8 +57,8 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
     """Lower the times of passes that are implausibly long because other work interrupted every sample.
 
-    If a larger pass took less time, its time is used. If several smaller passes over as many tokens took less time in
-    total, that total is used. O(sizes squared).
+    If a larger pass took less time, its time is used. If several smaller passes that together have its rows and width
+    took less time in total, that total is used. O(sizes squared).
     """
 
     def num_passes(size: Size, other: Size) -> int:

@@ -27,9 +27,10 @@ class Scheduler:
     never change, so queues need no resorting as requests age.
 
     The memory of all slots is reserved, so no request is preempted for lack of memory. If a request can get no free
-    slot, it may preempt a running request of the same tenant: the one with the highest key among those with a higher
-    ``priority`` value and a higher key. A preempted request keeps its tokens and key, and later continues with the same
-    output. As keys are fixed, two requests never preempt each other alternately.
+    slot, it may preempt a less urgent running request of the same tenant: one with a higher ``priority`` value and a
+    higher key. Of several such requests, the one with the highest key is preempted. A preempted request keeps its
+    tokens and key, and later continues with the same output. As keys are fixed, two requests never preempt each other
+    alternately.
 
     Only the thread that steps the engine may use the scheduler; any thread may read the counts.
     """

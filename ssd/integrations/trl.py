@@ -93,7 +93,7 @@ class Rollouts:
             ConfigError: An argument is invalid.
         """
         if fresh_noise_every < 0:
-            raise ConfigError(f"fresh_noise_every must be a number of epochs, or 0 for never, got {fresh_noise_every}")
+            raise ConfigError(f"fresh_noise_every must be at least 0 (epochs; 0: never), got {fresh_noise_every}")
         self.totals = RolloutTotals()
         self._config = config or EngineConfig()
         self._draft = draft or DraftConfig()

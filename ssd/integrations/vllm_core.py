@@ -229,7 +229,7 @@ def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
             ) from error
         log.warning(
             "the tokenizer cannot be loaded: %s. SSD does not know the end-of-text token, so drafts may "
-            "continue after it; outputs are correct",
+            "continue after it; outputs are correct. Set SSD_TOKENIZER to a tokenizer that SSD can load",
             error,
         )
         return None

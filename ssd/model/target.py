@@ -158,8 +158,8 @@ class Target(ABC):
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
         """Launch the next forward pass on the tokens that the last pass sampled, before the host has read these tokens.
 
-        So the device need not wait for the host. The slots must be those of the last pass; one token is appended to
-        each. Before this call, the caller must call `start_copy_to_host` on the last pass's output. When the copied
+        The device therefore does not wait for the host. The slots must be those of the last pass; one token is appended
+        to each. Before this call, the caller must call `start_copy_to_host` on the last pass's output. When the copied
         tokens have arrived, the caller must pass them to `record_tokens`. ``noise`` is as for `forward`.
         """
         raise NotImplementedError(

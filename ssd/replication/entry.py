@@ -73,7 +73,7 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
         )
     version, replica_id, sequence_id, num_tokens = _HEADER.unpack_from(data)
     if version != FORMAT_VERSION:
-        raise InvalidEntryError(f"the entry has format version {version}, but this SSD version reads {FORMAT_VERSION}")
+        raise InvalidEntryError(f"the entry has format {version}, but this SSD release reads format {FORMAT_VERSION}")
     if not 1 <= num_tokens <= MAX_ENTRY_TOKENS:
         raise InvalidEntryError(f"the entry has {num_tokens} tokens, but it must have 1 to {MAX_ENTRY_TOKENS}")
     inflater = zlib.decompressobj()

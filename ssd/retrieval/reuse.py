@@ -187,8 +187,8 @@ def _iter_windows(segment: Segment) -> Iterator[Windows]:
 def reused_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
     """Return the reused text of a segment: the blocks marked in ``used``, each with its two neighbouring blocks.
 
-    ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring-buffer position. Each run of
-    consecutive blocks becomes a sequence of its own. The result may be empty.
+    ``tokens`` are whole sequences, each ending with a separator; ``start`` is the first token's ring-buffer position.
+    Each run of consecutive blocks becomes a sequence of its own. The result may be empty.
     """
     hot = used.copy()
     hot[1:] |= used[:-1]

@@ -171,8 +171,8 @@ class GrammarState:
         after it are not needed, or if masks were late, see `use_ready_masks`. If `start_masks` was not called for this
         draft, its masks are computed here. Exceptions of the computation are raised here.
 
-        Every mask allows at least one token. It allows only end-of-text if the output is complete, or if `advance` will
-        report that the output has to end.
+        Every mask allows at least one token. If no other token can follow, it allows only end-of-text; `advance` then
+        raises RequestError unless the output is complete.
         """
         draft = list(map(int, draft))
         trial = self._trial

@@ -68,8 +68,8 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
     """Assign the tensors of a checkpoint to a draft head.
 
-    ``names`` maps prefixes of tensor names in the head to prefixes in the checkpoint. ``more`` are tensors that the
-    checkpoint does not contain, by their names in the head.
+    ``names`` maps prefixes of tensor names in the head to prefixes in the checkpoint. ``more`` are tensors that are
+    not read from the checkpoint, under their names in the head.
     """
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 

@@ -40,7 +40,7 @@ def attach_cuda_graphs(
 ) -> None:
     """Use CUDA graphs for a target's forward passes, in the fastest variant whose logits match those of eager passes.
 
-    No slot of the target may contain tokens. On other devices than CUDA nothing is done, because kernel launches are
+    No slot of the target may contain tokens. On devices other than CUDA nothing is done, because kernel launches are
     not the bottleneck there. ``tolerance`` is the maximum relative error of the logits. With ``enforce_eager`` no
     graphs are captured, which saves their memory. With ``keeps_top``, forward passes also return the most probable
     tokens.

@@ -2,9 +2,9 @@
 
 On a CPU each linear layer pads or splits its rows to numbers of rows that give bit-identical results, which
 `find_invariant_shapes` finds with the layer's own weights. The other layers are batch-invariant by construction. On
-CUDA, SSD's kernels replace a library's matrix products and attention if these are not batch-invariant. Then the whole
-model is tested (`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the
-same model, machine, dtypes and threads.
+CUDA, the libraries' matrix products and attention are used. With ``--batch-invariant on``, SSD's slower kernels replace
+them if they are not batch-invariant. The whole model is tested (`compare_passes`). The result is stored next to the
+kernels' machine code, for later processes with the same model, machine, dtypes and threads.
 """
 
 from __future__ import annotations
