@@ -135,7 +135,8 @@ def share_level(share: float) -> int:
 
 
 @inlined
-def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> None:
+def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> bool:
+    """Store top-k tokens in an entry, and return True; leave the entry unchanged if no token has a share."""
     total = 0.0
     for i in range(TOP_K):
         if ids[i] >= 0:
@@ -150,6 +151,14 @@ def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> 
     if size:
         entry.key = key
         entry.tokens[size:] = -1
+    return size > 0
+
+
+@inlined
+def _copy(source: RecyclingEntry, entry: RecyclingEntry, key: int) -> None:
+    entry.key = key
+    for i in range(TOP_K):
+        entry.tokens[i], entry.shares[i] = source.tokens[i], source.shares[i]
 
 
 @kernel
@@ -177,11 +186,11 @@ def learn_top_tokens(
             if t > 0:
                 previous = input_ids[b, parents[b, t] if is_tree else t - 1]
             ids, logits = top_ids[b, t], top_logits[b, t]
-            if token >= 0:
-                _write(table.entries[_place_of_token(token)], _key(token), ids, logits)
-                if previous >= 0:
-                    place, key = _place_of_pair(previous, token), _pair_key(previous, token)
-                    _write(table.entries[place], key, ids, logits)
+            if token < 0:
+                continue
+            entry = table.entries[_place_of_token(token)]
+            if _write(entry, _key(token), ids, logits) and previous >= 0:
+                _copy(entry, table.entries[_place_of_pair(previous, token)], _pair_key(previous, token))
 
 
 T = TypeVar("T")

@@ -154,6 +154,27 @@ def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
 
 
 @kernel
+def find_accepted(
+    batch: int, paths: Ints, sizes: Int64s, counts: Int64s, num_positions: Int64s, last_accepted: Int64s
+) -> None:
+    """Write for each sequence with new output tokens how many positions were verified, and the last accepted one.
+
+    Args:
+        batch: The address of the `BatchRecord`; the output tokens must have been appended.
+        paths: int64[B, T], the positions in the row of the accepted input tokens.
+        sizes: int64[B], the number of output tokens of each sequence.
+        counts: int64[B], the number of input tokens of each sequence.
+        num_positions: Output, int64[B]: ``counts``, or 0 for a sequence without new output tokens.
+        last_accepted: Output, int64[B]: the position of the last accepted input token, or -1.
+    """
+    committed = int64_array(batch_record_at(batch).committed, len(sizes))
+    for b in range(len(sizes)):
+        has_output = committed[b] > 0
+        num_positions[b] = counts[b] if has_output else 0
+        last_accepted[b] = paths[b, sizes[b] - 1] if has_output else -1
+
+
+@kernel
 def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> None:
     """Count the output and draft tokens of a forward pass, in the statistics of each request and in the `BatchRecord`.
 
@@ -209,6 +230,7 @@ def warm_up_rows() -> None:
     batch, none, matrix = Batch(()), np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
     fill_input_ids(batch.address, 0, matrix, matrix, np.zeros(0, np.int32), none, none)
     append_output_ids(batch.address, matrix, none)
+    find_accepted(batch.address, matrix, none, none, none, none)
     update_row_counts(batch.address, 0, none, 0.0)
 
 

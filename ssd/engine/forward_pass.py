@@ -15,7 +15,7 @@ from ssd.drafting.draft_records import source_name
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingContext, ScoredPass
 from ssd.drafting.suffix_drafter import draft_of
 from ssd.engine.acceptance import accept_drafts
-from ssd.engine.batch import Batch, fill_input_ids, update_row_counts
+from ssd.engine.batch import Batch, fill_input_ids, find_accepted, update_row_counts
 from ssd.engine.request import VerifiedDraft
 from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import reraise_exits
@@ -197,9 +197,9 @@ class ForwardPass:
         Drafters learn from them. Call this after the output tokens were appended. Sequences without output have no
         entries.
         """
-        has_output = self.batch.committed > 0
-        used = np.where(has_output, self._counts, 0)
-        top_ids, top_logits = self._output.top(used.tolist())
+        num_positions, last_accepted = np.empty((2, len(self.sizes)), np.int64)
+        find_accepted(self.batch.address, self.paths, self.sizes, self._counts, num_positions, last_accepted)
+        top_ids, top_logits = self._output.top(num_positions)
         request_ids, learned, allow_caching = self.batch.row_namespaces()
         return ScoredPass(
             request_ids=request_ids,
@@ -207,10 +207,10 @@ class ForwardPass:
             allow_caching=allow_caching,
             previous_ids=self._previous_ids,
             input_ids=self._input_ids,
-            num_positions=used,
+            num_positions=num_positions,
             parents=self._parents if self._has_trees else None,
             sampled_ids=self._sampled_ids,
-            last_accepted=np.where(has_output, self.paths[np.arange(len(used)), self.sizes - 1], -1),
+            last_accepted=last_accepted,
             top_ids=top_ids,
             top_logits=top_logits,
         )

@@ -191,11 +191,12 @@ Float32s = npt.NDArray[np.float32]
 # The ids of the most probable tokens in descending order, int32[B, T, TOP_K], -1 if there are no more; and their
 # logits, float32.
 TopTokens = tuple[TokenIds, Float32s]
+Counts = Sequence[int] | npt.NDArray[np.int64]
 
 _BLOCK = 128
 
 
-def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
+def top_tokens(logits: torch.Tensor, counts: Counts) -> TopTokens:
     """Return the 8 (`TOP_K`) most probable tokens and their logits at the first ``counts[b]`` positions of each row b.
 
     ``logits`` is [B, T, V]. Tokens with logits of NaN or -inf are left out. On a CPU, a kernel that is faster than
@@ -340,7 +341,7 @@ class PassOutput:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def top(self, counts: Sequence[int]) -> TopTokens:
+    def top(self, counts: Counts) -> TopTokens:
         """Return the most probable tokens at the first ``counts[b]`` positions of each row b. O(positions V)."""
         return top_tokens(self.logits, counts) if self.packed_top is None else unpack_top(self.packed_top)
 
