@@ -14,7 +14,7 @@ from transformers import generation as hf
 
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
-from ssd.model.cpu.cpu_sampling import DeviceRules
+from ssd.model.cpu.cpu_sampling import DeviceRules, rule_out
 from ssd.model.sampling.sampler import token_logprobs
 from ssd.model.sampling.target_tokens import apply_prefix_rules, logits_with_rules, truncated_scores
 from ssd.token_rules import BadWords, TokenRules
@@ -136,6 +136,13 @@ def test_bad_words_are_those_of_the_slow_twin(words: list[list[int]], text: list
         # A state may forget what is longer than any sequence; what it forbids is the same.
         assert made.ends(made.after(int32(text + more[:stop]))) == made.ends(state)
         state = made.move(state, more[stop]) if stop < len(more) else state
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_rule_that_accepts_no_token_is_skipped_and_the_other_one_applies(order: tuple[int, int]) -> None:
+    masks, scores = (np.zeros(4, np.bool_), np.array([False, True, False, True])), torch.zeros(4)
+    rule_out(scores, masks[order[0]], masks[order[1]], {3})
+    assert scores.isfinite().tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("words", [[[1] * length for length in range(1, 400)], [[0, *([1] * 300)], [1] * 300]])

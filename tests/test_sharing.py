@@ -158,7 +158,7 @@ def test_bad_entries_are_counted_and_skipped(redis_server: RedisServer, client: 
 # Redis comes and goes
 
 
-def test_sharing_survives_a_killed_server(redis_server: RedisServer) -> None:
+def test_sharing_survives_a_killed_server(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     with replica(redis_server.url) as (one, one_log), replica(redis_server.url) as (two, two_log):
         one.get().append([1])
         eventually(lambda: stored(two) == [[1]])
@@ -175,6 +175,8 @@ def test_sharing_survives_a_killed_server(redis_server: RedisServer) -> None:
         eventually(lambda: two_log.stats().streams["default"].lag_seconds == 0)
         assert two_log.stats().num_reconnects >= 1
         assert one_log.stats().num_dropped == 0
+    for each in ("is interrupted", "is resumed"):
+        assert any(each in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
 
 
 def test_without_a_server_only_counters_move(caplog: pytest.LogCaptureFixture) -> None:

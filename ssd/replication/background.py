@@ -108,9 +108,9 @@ class BackgroundLoop:
             if not self.is_connected and self.num_failures:
                 self.num_reconnects += 1
                 if self._has_logged and not self.is_stopping:
-                    log.info(
-                        "sharing of text is resumed (thread %s, %s)", self._thread.name, redacted_address(self._url)
-                    )
+                    address = redacted_address(self._url)
+                    # A warning like the interruption, as inside vLLM and SGLang nothing below is shown.
+                    log.warning("sharing of text is resumed (thread %s, %s)", self._thread.name, address)
                     self._has_logged = False
             self.is_connected = True
             backoff.reset()

@@ -363,11 +363,9 @@ def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:
         rules.append(~mask_of(forbidden, len(scores)))
-    if not rules:
-        return
-    left = rules[0]
-    for rule in rules[1:]:
-        both = left & rule
+    left: Mask | None = None
+    for rule in rules:
+        both = rule if left is None else left & rule
         left = both if both.any() else left
-    if left.any():
+    if left is not None:
         scores.masked_fill_(torch.from_numpy(~left).to(scores.device), float("-inf"))
