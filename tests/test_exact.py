@@ -156,22 +156,36 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
 
 def test_rows_are_padded_to_the_fastest_number_that_a_plan_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(row_plan, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def product(*fast: int) -> Product:
-        """Takes a second, and less for the ``fast`` numbers of rows."""
+    def padded(rows: torch.Tensor, sides: tuple[int, ...]) -> torch.Tensor:
+        now[0] += 0.2
+        return torch.nn.functional.pad(rows, sides)
+
+    monkeypatch.setattr(row_plan, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(row_plan, "pad", padded)
+
+    def product(usual: float, *fast: int) -> Product:
+        """Takes the ``usual`` seconds, and half of them for the ``fast`` numbers of rows."""
 
         def compute(rows: torch.Tensor) -> torch.Tensor:
-            now[0] += 0.5 if len(rows) in fast else 1.0
+            now[0] += usual / 2 if len(rows) in fast else usual
             return rows
 
         return compute
 
-    plans = {"any": RowPlan(1, 64), "exact from 3": RowPlan(3, 64), "one": RowPlan(1, 512), "apart": RowPlan(2, 64)}
-    fast = {"any": (4,), "exact from 3": (2, 3), "one": (1, 3), "apart": (1, 3)}
-    products = [(name, product(*fast[name]), torch.zeros(4, 1)) for name in plans]
-    found = with_fastest_rows(plans, products)
-    assert {name: plan.min_rows for name, plan in found.items()} == {"any": 4, "exact from 3": 3, "one": 1, "apart": 3}
+    cases = {  # the plan, the product and the number of rows that is the fastest for 1, 2 and 3 rows together
+        "any": (RowPlan(1, 64), product(1.0, 4), 4),
+        "exact from 3": (RowPlan(3, 64), product(1.0, 2, 3), 3),
+        "exact from 8": (RowPlan(8, 64), product(1.0, 4), 8),
+        "two are slow": (RowPlan(1, 512), product(2.0, 1, 3), 3),
+        "padding takes longer": (RowPlan(1, 512), product(0.3, 4), 1),
+        "apart": (RowPlan(2, 64), product(1.0, 1, 3), 3),
+    }
+    plans = {name: plan for name, (plan, _, _) in cases.items()}
+    found = with_fastest_rows(plans, [(name, compute, torch.zeros(4, 1)) for name, (_, compute, _) in cases.items()])
+    assert {name: plan.min_rows for name, plan in found.items()} == {
+        name: wanted for name, (_, _, wanted) in cases.items()
+    }
     assert all(plan._replace(min_rows=0) == plans[name]._replace(min_rows=0) for name, plan in found.items())
 
 

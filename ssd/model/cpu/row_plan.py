@@ -20,9 +20,12 @@ _MIN_ROWS: Final = (1, 2, 3, 4, 8, 12, EXACT_ROWS)
 _MAX_ROWS: Final = (512, 256, 64, 32, 16)  # candidates for the maximum number of rows, in order of preference
 _MAX_WORK = 1 << 35  # the maximum of weights times rows of a product that is tested and used; 64 rows are always tested
 _ROUNDS = 5
+_MAX_TIMED_ROUNDS = 20  # products are timed as often if that takes at most _TIMED_S seconds
+_TIMED_S = 0.3
 # A product of more rows is preferred below this relative time: with some layers four rows are a fifth faster than two.
-_MAX_RELATIVE_TIME = 0.97
-_TIMED_ROWS = (1, 2, 3, 4)  # with 5 or more as the minimum, batches of 4 would be slower
+_MAX_RELATIVE_TIME = 0.95
+# Numbers of rows, and to how many they are padded. With 5 or more as the minimum, batches of 4 would be slower.
+_TIMED_ROWS = ((1, 1), (2, 2), (3, 3), (1, 2), (1, 3), (1, 4))
 _DIFFERENT_ROWS = 16  # the minimum number of different rows that are tested
 _RESULTS = 256
 # The minimum number of results to compare for each number of rows, because two sums may be equal by chance. Sums in
@@ -108,28 +111,36 @@ def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torc
 def with_fastest_rows(
     plans: Mapping[str, RowPlan], products: Sequence[tuple[str, Product, torch.Tensor]]
 ) -> dict[str, RowPlan]:
-    """Raise the minimum number of rows of plans whose products are faster with more rows; return all plans.
+    """Raise the minimum number of rows of plans whose products of 1 to 3 rows are then faster; return all plans.
 
-    ``products`` are the name of a plan, a product, and at least 4 rows to multiply. All are computed in this order for
-    one number of rows after another, so each finds its weights in memory or in a cache as in a forward pass.
+    The time of padding counts, which exceeds the gain for small layers. ``products`` are the name of a plan, a product,
+    and at least 4 rows to multiply. All are computed in this order, again for each number of rows, so each finds its
+    weights in memory or in a cache as in a forward pass.
     """
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for number in range(_ROUNDS):
-        turn = number % len(_TIMED_ROWS)
-        for count in _TIMED_ROWS[turn:] + _TIMED_ROWS[:turn]:
+    seconds: dict[tuple[str, int, int], list[float]] = {}
+    number, end = 0, time.perf_counter() + _TIMED_S
+    while number < _ROUNDS or (number < _MAX_TIMED_ROUNDS and time.perf_counter() < end):
+        turn, number = number % len(_TIMED_ROWS), number + 1
+        for count, padded in _TIMED_ROWS[turn:] + _TIMED_ROWS[:turn]:
             took = defaultdict[str, float](float)
             for name, compute, rows in products:
-                if count >= plans[name].min_rows:
+                if padded >= plans[name].min_rows:
+                    plan = plans[name]._replace(min_rows=padded)
                     began = time.perf_counter()
-                    compute(rows[:count])
+                    plan.product(compute, rows[:count])
                     took[name] += time.perf_counter() - began
             for name, total in took.items():
-                seconds.setdefault((name, count), []).append(total)
-    found = dict(plans)
+                seconds.setdefault((name, count, padded), []).append(total)
+    found, typical = dict(plans), {case: median(those) for case, those in seconds.items()}
     for name, plan in plans.items():
-        typical = {count: median(those) for (other, count), those in seconds.items() if other == name}
-        best = min(typical, key=typical.__getitem__, default=plan.min_rows)
-        if best > plan.min_rows and typical[best] < _MAX_RELATIVE_TIME * typical[min(typical)]:
+        totals = {
+            min_rows: sum(
+                typical[(name, 1, min_rows) if count < min_rows else (name, count, count)] for count in (1, 2, 3)
+            )
+            for min_rows in range(max(1, plan.min_rows), 5)
+        }
+        best = min(totals, key=totals.__getitem__, default=plan.min_rows)
+        if best > plan.min_rows and totals[best] < _MAX_RELATIVE_TIME * totals[plan.min_rows]:
             found[name] = plan._replace(min_rows=best)
     return found
 
