@@ -84,6 +84,7 @@ class KernelBackend:
     def __init__(self, suffix: SuffixDrafter, hybrid: HybridDrafter | None, cost_model: CostModel) -> None:
         self._suffix, self._hybrid, self._cost_model = suffix, hybrid, cost_model
         self._drafter = suffix if hybrid is None else hybrid
+        # Whether a subclass drafts in another way, which the kernel `make_drafts` does not know.
         self._is_overridden = type(suffix).draft_groups is not SuffixDrafter.draft_groups
         self.default_token_cost = suffix.default_token_cost
         self.needs_outcomes = hybrid is not None

@@ -122,7 +122,7 @@ class GrammarState:
         self._num_followed = 0
         self._costs_s = 0.0
         self._growth_left = 0.0  # the bytes by which the grammar may still grow, see `_count_growth`
-        self._start_to_count()
+        self._allocated, self._counted_from = 0, 0.0  # when `_start_to_count` was called
 
     @property
     def is_busy(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from ssd.model.cpu.packed_embedding import pack_embedding
 from ssd.model.cpu.row_plan import EXACT_ROWS, RowPlan, row_counts
@@ -41,11 +40,8 @@ class PackedLinear(nn.Module):
         self.rows = RowPlan()  # the numbers of rows that a product may have
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count, min_rows = x.numel() // self.in_features, self.rows.min_rows
-        if min_rows <= count <= EXACT_ROWS:
+        if self.rows.min_rows <= x.numel() // self.in_features <= EXACT_ROWS:
             return self.product(x)
-        if count < min_rows and count == x.shape[-2]:  # a single sequence, without views of other shapes
-            return self.product(pad(x, (0, 0, 0, min_rows - count)))[..., :count, :]
         rows = x.reshape(-1, self.in_features)
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 

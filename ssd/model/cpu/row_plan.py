@@ -114,7 +114,7 @@ def with_fastest_rows(
     """Raise the minimum number of rows of plans whose products of 1 to 3 rows are then faster; return all plans.
 
     The time of padding counts, which exceeds the gain for small layers. ``products`` are the name of a plan, a product,
-    and at least 4 rows to multiply. All are computed in this order, again for each number of rows, so each finds its
+    and at least 3 rows to multiply. All are computed in this order, again for each number of rows, so each finds its
     weights in memory or in a cache as in a forward pass.
     """
     seconds: dict[tuple[str, int, int], list[float]] = {}

@@ -191,7 +191,7 @@ Float32s = npt.NDArray[np.float32]
 # The ids of the most probable tokens in descending order, int32[B, T, TOP_K], -1 if there are no more; and their
 # logits, float32.
 TopTokens = tuple[TokenIds, Float32s]
-Counts = Sequence[int] | npt.NDArray[np.int64]
+Counts = Sequence[int] | npt.NDArray[np.int64]  # the number of positions of each row
 
 _BLOCK = 128
 
