@@ -6,12 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.cpu.cpu_decoder import is_flat
 from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
-from ssd.model.layers.hidden_states import FINAL, FeatureSpec, check_hidden_states
+from ssd.model.layers.hidden_states import FINAL, FeatureSpec, FeatureWriter, check_hidden_states
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import pad_rows
@@ -121,6 +123,27 @@ def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
     assert static.graph_runner._graphs and static.graph_runner.failure is None
     for slot in (2, 0, 3):
         torch.testing.assert_close(features_of(static, slot), features_of(plain, slot), atol=1e-5, rtol=1e-4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 90), st.integers(0, 30), st.booleans()), max_size=30))
+def test_features_are_those_of_the_last_pass_over_a_position(
+    passes: list[tuple[int, int, int, bool]],
+) -> None:
+    """Passes over 1 to 3 slots, each from where it was rolled back to; the features are read now and then."""
+    spec = everything((1, 2), 2)
+    stored, expected = torch.zeros(2, 3, 1, 300, 4)
+    writer, random = FeatureWriter(spec, stored), torch.Generator().manual_seed(len(passes))
+    for num_slots, num_tokens, begin, is_read in passes:
+        hidden = [torch.rand(num_slots, num_tokens, 2, generator=random) for _ in spec.layers]
+        slots = torch.randperm(3, generator=random)[:num_slots]
+        places = begin + torch.arange(num_tokens) + 10 * torch.arange(num_slots)[:, None]
+        writer.write(hidden, slots, places)
+        expected[slots[:, None], 0, places] = spec.combine(hidden)
+        if is_read:
+            writer.flush()
+            assert torch.equal(stored, expected)
+    writer.flush()
+    assert torch.equal(stored, expected)
 
 
 @pytest.mark.parametrize("is_static", [False, True])

@@ -17,7 +17,7 @@ from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import WRITERS, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.layers.hidden_states import FeatureSpec, HiddenStateTap
+from ssd.model.layers.hidden_states import FeatureSpec, FeatureWriter, HiddenStateTap
 from ssd.model.runners.adapted_linear import AdapterRows
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.target import Integers, Target, TokenMatrix
@@ -55,6 +55,7 @@ class SlotRunner(Target):
         self._delayed: tuple[int, TokenMatrix] | None = None  # the slot and tokens of `delay_prefill`
         self._adapter_rows: AdapterRows | None = None
         self._feature_spec: FeatureSpec | None = None
+        self._feature_writer: FeatureWriter | None = None  # on a CPU; elsewhere a pass writes its features itself
         # The hooks that read hidden states, unless `FlatModel` computes the model.
         self._tap: HiddenStateTap | None = None
 
@@ -66,10 +67,14 @@ class SlotRunner(Target):
         self._feature_spec = tapped
         self._tap = HiddenStateTap(self.model, tapped.layers) if self._flat is None else None
         self.kv_cache.allocate_features(tapped.size, self.dtype)
+        if self.device.type == "cpu":
+            assert self.kv_cache.features is not None
+            self._feature_writer = FeatureWriter(tapped, self.kv_cache.features)
 
     @property
     def features(self) -> torch.Tensor | None:
         self._compute_delayed()
+        self._flush_features()
         return self.kv_cache.features
 
     def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
@@ -172,12 +177,14 @@ class SlotRunner(Target):
             if len(to):
                 moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
         if moves:
+            self._flush_features()
             together = torch.from_numpy(np.concatenate(moves, axis=1))
             if self.graph_runner is None or not self.graph_runner.moves.run(together):
                 self.kv_cache.move(together.to(self.device))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         self._compute_delayed()
+        self._flush_features()
         self.kv_cache.copy(source, slot, start, end)
 
     def _append(
@@ -226,8 +233,15 @@ class SlotRunner(Target):
                     logits = self.model(use_cache=False, **named).logits
         if tapped is not None:
             assert self.kv_cache.features is not None
-            rows.put(tapped.combine(hidden)[:, None], self.kv_cache.features)
+            if self._feature_writer is not None and self.graph_runner is None:
+                self._feature_writer.write(hidden, rows.slots, rows.places)
+            else:
+                rows.put(tapped.combine(hidden)[:, None], self.kv_cache.features)
         return logits
+
+    def _flush_features(self) -> None:
+        if self._feature_writer is not None:
+            self._feature_writer.flush()
 
     def warm_up(self) -> None:
         super().warm_up()
