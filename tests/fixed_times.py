@@ -13,13 +13,14 @@ from __future__ import annotations
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from server.__main__ import main as serve
 from ssd.engine import speculation
+from ssd.engine.draft_buffers import learn_from_pass
 from ssd.engine.pass_timing import Size, timed_passes
-from ssd.engine.speculation import SpeculationManager
 from ssd.model.target import Target
 
 _FIXED_S = 1e-3
@@ -37,15 +38,16 @@ def seconds_of(num_positions: int) -> float:
 
 def fix_times(patch: pytest.MonkeyPatch) -> None:
     """Have all engines of this process be told fixed times, until ``patch`` is undone."""
-    observe = SpeculationManager._observe_pass
 
-    def observe_fixed(self: SpeculationManager, num_rows: int, width: int, num_tokens: int, _seconds: float) -> None:
-        observe(self, num_rows, width, num_tokens, seconds_of(num_rows * width))
+    def learn_fixed(*told: Any) -> int:
+        batch, buffer, settings, sizes, paths, width, num_tokens, seconds = told
+        fixed = seconds_of(len(sizes) * width) if seconds else 0.0  # it is 0 if a prefill was in the pass
+        return learn_from_pass(batch, buffer, settings, sizes, paths, width, num_tokens, fixed)
 
     def timed(target: Target, max_width: int) -> dict[Size, float]:
         return {size: seconds_of(size[0] * size[1]) for size in unfixed_passes(target, max_width)}
 
-    patch.setattr(SpeculationManager, "_observe_pass", observe_fixed)
+    patch.setattr(speculation, "learn_from_pass", learn_fixed)
     patch.setattr(speculation, "timed_passes", timed)
     patch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 

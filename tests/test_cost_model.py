@@ -138,13 +138,15 @@ def steps_of(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[list[Step]]:
     steps_of(st.integers(1, 40)),
     steps_of(st.just(4)),  # of one size: they do not tell what a position costs
     st.booleans(),
+    st.sampled_from([0, 0, 60, 70, 300]),
     st.lists(row_chances, min_size=1, max_size=4),
 )
 def test_what_steps_without_padding_cost_is_that_of_the_twin(
-    various: list[Step], alike: list[Step], are_alike_first: bool, rows: list[list[float]]
+    various: list[Step], alike: list[Step], are_alike_first: bool, num_wide: int, rows: list[list[float]]
 ) -> None:
     prices, twin = CostModel(), slow.SlowRowPrices()
-    for step in alike + various if are_alike_first else various + alike:
+    steps = alike + various if are_alike_first else various + alike
+    for step in steps + [(4 + i % 3, 4, 0.01, True) for i in range(num_wide)]:
         num_positions, num_tokens, seconds, is_wide = step
         prices.observe(num_positions, num_tokens, seconds, is_wide=is_wide)
         twin.observe(*step)
@@ -308,6 +310,24 @@ def test_drafts_come_back_within_twenty_repeated_requests_however_wrong_the_cali
         wrong.request()
     got, want = wrong.rates(), right.rates()
     assert (got >= 0.9 * want).all(), f"tokens per step and per second: {got}, with correct costs {want}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_drafts_that_lose_time_end_although_every_pass_has_some(num_rows: int) -> None:
+    """The machine becomes faster while each pass verifies drafts, so that passes without drafts seem slow."""
+    random, law = np.random.default_rng(0), np.array([3e-3, 0.0, 6e-4])
+    prices = calibrated(1.4 * law, [1.0] * 8)
+    for _ in range(50):
+        prices.observe(num_rows, num_rows, 1.4 * float(law @ (1, num_rows, 0)) * float(random.normal(1, 0.02)))
+    for _ in range(8):  # of text that can be drafted
+        prices.observe(2 * num_rows, 2 * num_rows, float(law @ (1, 2 * num_rows, 1)), is_wide=True)
+    widths = []
+    for _ in range(1000):
+        widths.append(prices.num_steps_to_verify(np.full(1, 0.1 * num_rows), num_rows))
+        positions, is_wide = num_rows * (1 + widths[-1]), widths[-1] > 0
+        seconds = float(law @ (1, positions, is_wide)) * float(random.normal(1, 0.02))
+        prices.observe(positions, round(num_rows * (1 + 0.1 * is_wide)), seconds, is_wide=is_wide)
+    assert np.mean(widths[:32]) > 0.5 and np.mean(widths[-500:]) < 0.1
 
 
 @pytest.mark.parametrize("factor", [0.02, 50.0])

@@ -21,8 +21,8 @@ from ssd.engine.draft_buffers import (
     PREPARED_CHAIN,
     collect_drafts,
     fill_draft_params,
+    learn_from_pass,
     plan_prepared_drafts,
-    record_draft_outcomes,
     start_drafts,
     store_prepared_drafts,
 )
@@ -193,6 +193,6 @@ def advance(pair: Both, random: np.random.Generator) -> list[bool]:
         came_true.append(0 < len(row.verified.token_ids) == len(path))
     pair.batch.committed[:] = sizes
     pair.batch.num_accepted[:], pair.batch.num_drafted[:] = sizes - 1, [len(row.verified.token_ids) for row in rows]
-    record_draft_outcomes(pair.batch.address, pair.buffer, pair.settings.address, sizes, paths)
+    learn_from_pass(pair.batch.address, pair.buffer, pair.settings.address, sizes, paths, 1, 0, 0.0)
     pair.slow.count(accepted)
     return came_true

@@ -141,6 +141,16 @@ MIN_PROBE_PAUSE: Final = 64
 """The minimum number of forward passes between two probes: drafts verified only to check the cost estimate."""
 _PROBE_SHARE: Final = 0.01
 """The maximum share of the time that may be spent on probes: drafts verified only to check the cost estimate."""
+_PLAIN_PROBE_SHARE: Final = 0.005
+"""The maximum share of output tokens that may be lost by plain probes: passes that verify no drafts, only to measure
+their time.
+"""
+_PLAIN_FORGETTING: Final = 0.99
+"""The factor by which a pass with drafts lowers the weight of earlier passes without drafts.
+
+Drafts may be verified in every pass for a long time. Meanwhile the machine may have become faster or slower. So the
+few plain probes of this time must outweigh the passes before it.
+"""
 
 
 class PassCostRecord(Record):
@@ -148,10 +158,12 @@ class PassCostRecord(Record):
 
     The estimate is ``fixed + per_position * effective_positions(positions, knee)``, plus ``wide`` if the pass has
     drafts; the knee is ``KNEES[knee_index]``. It is fitted to two kinds of passes, without drafts (kind 0) and with
-    drafts (kind 1). Each new pass lowers the weight of older passes of the same kind, but not of the other kind.
+    drafts (kind 1). Each new pass lowers the weight of older passes of the same kind. A pass with drafts lowers the
+    weight of passes without drafts a little, too, but not the other way round.
 
     A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
-    estimate is corrected.
+    estimate is corrected. A **plain probe** is a pass that verifies no drafts although their estimated gain exceeds
+    their cost.
 
     Attributes:
         recent: The least-squares moments of recent passes of each kind, for each of KNEES, see ``add_observation``.
@@ -163,6 +175,7 @@ class PassCostRecord(Record):
         probe_pause: The number of passes from one probe to the next.
         probe_cost: The cost of the last probe, as a multiple of the time of an average recent pass.
         is_probing: Whether a probe has been decided and not been measured yet.
+        since_plain: The number of passes since the last one without drafts.
         num_withheld: The number of passes since promising drafts began to be withheld; 0 if no draft is withheld.
     """
 
@@ -181,6 +194,7 @@ class PassCostRecord(Record):
     probe_pause: Int64
     probe_cost: Float64
     is_probing: Int64
+    since_plain: Int64
     num_withheld: Int64
     rate: ThroughputRecord
 
@@ -258,7 +272,7 @@ def start_serving(address: int) -> None:
     costs.weight[:] = 1.0
     costs.num_slow[:] = 0
     costs.since_probe = costs.probe_pause = MIN_PROBE_PAUSE
-    costs.is_probing = costs.num_withheld = 0
+    costs.is_probing = costs.since_plain = costs.num_withheld = 0
     costs.probe_cost = 0.0
     costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
     if costs.calibrated[0, 0, 0, 0] + costs.calibrated[1, 0, 0, 0] > 0.0:
@@ -314,6 +328,7 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
     """
     costs, kind = costs_at(address), 1 if is_wide else 0
     costs.since_probe += 1
+    costs.since_plain = costs.since_plain + 1 if is_wide else 0
     costs.num_withheld += costs.num_withheld > 0
     if is_wide and costs.is_probing == 1:
         _end_probe(costs, num_tokens, seconds)
@@ -323,6 +338,8 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
             return
     add_pass(costs.rate, num_tokens, seconds)
     _add_pass(costs.recent[kind], FORGETTING, num_positions, is_wide, seconds)
+    if is_wide:
+        costs.recent[0] *= _PLAIN_FORGETTING
     costs.weight[kind] = max(_LEAST_WEIGHT, _CALIBRATED_FORGETTING * costs.weight[kind])
     costs.num_observed += 1
     if costs.is_known or costs.num_observed >= _MIN_PASSES:
@@ -371,11 +388,11 @@ def best_num_steps(recent: tuple[float, float], num_rows: float, gains: Floats, 
 
 @kernel
 def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the draft length to verify: the one with the greatest expected throughput, or a longer one as a probe.
+    """Return the draft length to verify: the one with the greatest expected throughput, or another one as a probe.
 
     A probe checks the cost estimate. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length,
-    because short drafts do not show that the estimated cost of long ones is wrong. Further calls before the next
-    measured pass return the same length.
+    because short drafts do not show that the estimated cost of long ones is wrong. After many passes with drafts, a
+    plain probe has length 0. Further calls before the next measured pass return the same length.
 
     Args:
         address: The address of the `PassCostRecord`.
@@ -387,7 +404,13 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
     costs, seconds = costs_at(address), np.empty(len(gains) + 1)
     for i in range(len(seconds)):
         seconds[i] = _seconds(costs, num_rows + step * i, i > 0)
-    best = best_num_steps(recent_pass(costs.rate), float(num_rows), gains, seconds)
+    recent = recent_pass(costs.rate)
+    best = best_num_steps(recent, float(num_rows), gains, seconds)
+    if best > 0 and costs.is_probing == 0 and costs.since_plain >= MIN_PROBE_PAUSE:
+        with_drafts = combined_rate(recent, num_rows + gains[:best].sum(), seconds[best])
+        gain = with_drafts / combined_rate(recent, float(num_rows), seconds[0]) - 1.0
+        if costs.since_plain * _PLAIN_PROBE_SHARE >= gain:
+            return 0
     is_due, left_out = costs.since_probe >= costs.probe_pause, 0.0
     for i in range(best, len(gains)):
         left_out += gains[i]

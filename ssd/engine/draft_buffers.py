@@ -1,4 +1,4 @@
-"""Kernels that fill the draft buffers of a batch, and record how many draft tokens were accepted."""
+"""Kernels that fill the draft buffers of a batch, and learn from what was accepted and how long it took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ssd.cost_model.calibration import BACKOFF_AFTER, accepted_share, calibration_at, record_outcome
-from ssd.cost_model.pass_costs import costs_at, draft_token_cost
+from ssd.cost_model.pass_costs import costs_at, draft_token_cost, observe_pass
 from ssd.drafting.draft_batch import cut_drafts, draft_batch, draft_batch_at, is_valid_draft
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
 from ssd.engine.batch import DRAFT_ROW_OFFSET, Batch, BatchRecord, batch_record_at, sequence_at
@@ -232,12 +232,19 @@ def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> f
 
 
 @kernel
-def record_draft_outcomes(batch: int, buffer: int, settings: int, sizes: Int64s, paths: Int64s) -> None:
-    """Compare the accepted draft tokens of a forward pass with the estimated number, to correct later estimates.
+def learn_from_pass(
+    batch: int, buffer: int, settings: int, sizes: Int64s, paths: Int64s, width: int, num_tokens: int, seconds: float
+) -> int:
+    """Learn from a forward pass: how many draft tokens were accepted, and how long the pass took.
 
-    ``sizes`` and ``paths`` are the result of `accept_drafts`. Sequences for which no draft was requested are skipped.
+    The accepted draft tokens of each sequence are compared with the estimated number, to correct later estimates.
+    Sequences for which no draft was requested are skipped. ``sizes`` and ``paths`` are the result of `accept_drafts`.
+    ``seconds`` is 0 if the time of the pass tells nothing about its size.
+
+    Returns the number of passes since promising drafts began to be left out because of their cost, else 0.
     """
-    record, outcomes = batch_record_at(batch), calibration_at(draft_batch_at(settings).calibration)
+    record, drafting = batch_record_at(batch), draft_batch_at(settings)
+    outcomes, costs = calibration_at(drafting.calibration), costs_at(drafting.costs)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
     for b in range(len(sizes)):
         row = sequence_at(rows[b])
@@ -245,6 +252,9 @@ def record_draft_outcomes(batch: int, buffer: int, settings: int, sizes: Int64s,
         if row.was_drafted[buffer] == 1 and committed[b] > 0 and (draft.has_estimates == 1 or draft.size == 0):
             expected = _expected_accepted(draft, paths[b], sizes[b] - 1)
             record_outcome(outcomes, row.temperature_bucket, expected, sizes[b] - 1)
+    if seconds > 0.0:
+        observe_pass(drafting.costs, len(sizes) * width, width > 1, num_tokens, seconds)
+    return costs.num_withheld
 
 
 def warm_up_draft_buffers(settings: int, *, with_suffix_drafter: bool) -> None:
@@ -257,4 +267,4 @@ def warm_up_draft_buffers(settings: int, *, with_suffix_drafter: bool) -> None:
     fill_draft_params(batch.address, 0, settings, CHAIN)
     collect_drafts(batch.address, 0, settings)
     store_prepared_drafts(batch.address, 0, settings)
-    record_draft_outcomes(batch.address, 0, settings, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
+    learn_from_pass(batch.address, 0, settings, np.zeros(0, np.int64), np.zeros((0, 1), np.int64), 1, 0, 0.0)

@@ -138,7 +138,7 @@ class KernelBackend:
         outcomes = [outcome for b in rows if (outcome := self._outcome(committed, b)) is not None]
         if self._hybrid is not None and not needs_all:
             reported = sum(outcome.num_accepted + 1 for outcome in outcomes)
-            self._hybrid.count_tokens(int(committed.forward_pass.sizes.sum()) - reported)
+            self._hybrid.count_tokens(sum(committed.forward_pass.sizes.tolist()) - reported)
         if outcomes or scored is not None:
             self._drafter.observe(outcomes, scored)
 

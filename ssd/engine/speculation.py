@@ -21,9 +21,9 @@ from ssd.engine.draft_buffers import (
     TREE,
     collect_drafts,
     fill_draft_params,
+    learn_from_pass,
     make_drafts,
     plan_prepared_drafts,
-    record_draft_outcomes,
     reuse_prepared_drafts,
     start_drafts,
     store_prepared_drafts,
@@ -264,12 +264,8 @@ class SpeculationManager:
 
         Call this while a GPU computes the next pass. On a CPU, the time for learning counts as a cost of drafting.
         """
-        if not self._limit:
+        if not self._limit or not self.is_ready:
             return
-        if self.is_ready:
-            record_draft_outcomes(
-                completed.batch.address, completed.buffer, self._settings, completed.sizes, completed.paths
-            )
         learner, scored_pass, seconds = self._learner, self._scored_pass, completed.seconds
         if learner is not None and scored_pass is not None:
             self._scored_pass = None
@@ -279,13 +275,21 @@ class SpeculationManager:
             self._backoff.record_observing(self._observing_s + learning_s)
             if completed.width > 1:
                 seconds += self._observing_s + (0.0 if self._target.is_asynchronous else learning_s)
-        if not completed.has_prefill:
-            self._observe_pass(len(completed.sizes), completed.width, num_tokens, seconds)
-
-    def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
-        self._backoff.observe_pass(seconds)
-        self._cost_model.observe(num_rows * width, num_tokens, seconds, is_wide=width > 1)
-        is_withheld = self._cost_model.num_withheld >= _WITHHELD_STEPS
+        if completed.has_prefill:
+            seconds = 0.0
+        else:
+            self._backoff.observe_pass(seconds)
+        num_withheld = learn_from_pass(
+            completed.batch.address,
+            completed.buffer,
+            self._settings,
+            completed.sizes,
+            completed.paths,
+            completed.width,
+            num_tokens,
+            seconds,
+        )
+        is_withheld = num_withheld >= _WITHHELD_STEPS
         if is_withheld and not self._is_withheld:
             self._num_withheld_periods += 1
             if self._num_withheld_periods.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time

@@ -66,13 +66,15 @@ class SlowRowPrices:
             False: [],
             True: [],
         }  # how many times too slow the last passes in a row were
-        self.since_probe = self.pause = 0
+        self.plain_weights: list[float] = []  # of the passes without drafts
+        self.since_probe = self.pause = self.since_plain = 0
         self.lost = 0.0
         self.is_probing = False
 
     def observe(self, num_positions: int, num_tokens: int, seconds: float, is_wide: bool) -> None:
         """One step."""
         self.since_probe += 1
+        self.since_plain = self.since_plain + 1 if is_wide else 0
         if is_wide and self.is_probing:
             self.end_probe(num_tokens, seconds)
         if self.is_known:
@@ -90,6 +92,9 @@ class SlowRowPrices:
                 return
         self.counted.append((num_tokens, seconds))
         self.kinds[is_wide].append((num_positions, seconds))
+        num_before = len(self.kinds[False]) - (not is_wide)
+        before = self.plain_weights[len(self.plain_weights) - num_before :]
+        self.plain_weights = [(0.99 if is_wide else 0.98) * each for each in before] + [1.0] * (not is_wide)
         self.fit()
 
     def end_probe(self, num_tokens: int, seconds: float) -> None:
@@ -104,7 +109,7 @@ class SlowRowPrices:
         positions = np.array([each[0] for kind in self.kinds.values() for each in kind], np.float64)
         took = np.array([each[1] for kind in self.kinds.values() for each in kind])
         wide = np.repeat([0.0, 1.0], [len(kind) for kind in self.kinds.values()])
-        weights = np.concatenate([fading(len(kind), 0.98) for kind in self.kinds.values()]) / took**2
+        weights = np.concatenate([self.plain_weights, fading(len(self.kinds[True]), 0.98)]) / took**2
         if len(self.counted) < 8:
             return
         mean, seconds = float(np.average(positions, weights=weights)), float(np.average(took, weights=weights))
@@ -157,8 +162,12 @@ class SlowRowPrices:
         for count in range(len(ordered) + 1):
             took = self.seconds(len(rows) + count, count > 0)
             rate = (len(rows) + sum(ordered[:count]) + tokens) / max(took + seconds, 1e-9)
+            if count == 0:
+                plain_rate = rate
             if rate > most * (1 + 1e-12):
                 best, most = count, rate
+        if best and not self.is_probing and self.since_plain >= max(64, (most / plain_rate - 1) / 0.005):
+            return [0] * len(rows)
         if self.since_probe >= self.pause and sum(ordered[best:]) >= 0.5 * len(rows):
             self.is_probing, best = True, min(len(ordered), max(16 * len(rows), 4 * best))
         least = ordered[best - 1] if best else np.inf
