@@ -322,7 +322,7 @@ def test_drafts_that_lose_time_end_although_every_pass_has_some(num_rows: int) -
     for _ in range(8):  # of text that can be drafted
         prices.observe(2 * num_rows, 2 * num_rows, float(law @ (1, 2 * num_rows, 1)), is_wide=True)
     widths = []
-    for _ in range(1000):
+    for _ in range(2500):
         widths.append(prices.num_steps_to_verify(np.full(1, 0.1 * num_rows), num_rows))
         positions, is_wide = num_rows * (1 + widths[-1]), widths[-1] > 0
         seconds = float(law @ (1, positions, is_wide)) * float(random.normal(1, 0.02))

@@ -52,7 +52,7 @@ class CostModel:
     def __init__(self) -> None:
         self._records = Records(PassCostRecord)
         self._costs = self._records[0]
-        self._costs.rate.forgetting = FORGETTING
+        self._costs.rate.forgetting, self._costs.slowdown = FORGETTING, 1.0
         self.address = self._records.address
         """The memory address of the `PassCostRecord`, which numba kernels read and update."""
 
@@ -60,11 +60,10 @@ class CostModel:
     def pass_time(self) -> PassTimeModel | None:
         """Return the estimated time of a forward pass; None until passes of different sizes have been measured."""
         costs = self._costs
-        return (
-            PassTimeModel(costs.fixed, costs.per_position, costs.wide, KNEES[costs.knee_index])
-            if costs.is_known
-            else None
-        )
+        if not costs.is_known:
+            return None
+        fitted = (each * costs.slowdown for each in (costs.fixed, costs.per_position, costs.wide))
+        return PassTimeModel(*fitted, KNEES[costs.knee_index])
 
     def seconds(self, num_positions: int, *, is_wide: bool = False) -> float:
         """Return the estimated seconds of a forward pass with ``num_positions`` positions; 0 if unknown.

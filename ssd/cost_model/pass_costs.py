@@ -123,6 +123,10 @@ _LEAST_WEIGHT: Final = 1e-6
 Their weight falls with every later pass. The minimum is so small that these passes determine only coefficients about
 which later passes say nothing.
 """
+_SLOWDOWN_WEIGHT: Final = 1 / 8
+"""The weight of the latest pass in ``PassCostRecord.slowdown``; the first passes have equal weights."""
+_MAX_SPEED: Final = 1.25
+"""The maximum ratio of estimated to measured time of a pass that ``PassCostRecord.slowdown`` takes into account."""
 _CONTRADICTION: Final = 2.0
 """The factor by which a pass must be slower or faster than its estimated time for the estimate to be considered wrong.
 """
@@ -145,28 +149,28 @@ _PLAIN_PROBE_SHARE: Final = 0.005
 """The maximum share of output tokens that may be lost by plain probes: passes that verify no drafts, only to measure
 their time.
 """
-_PLAIN_FORGETTING: Final = 0.99
-"""The factor by which a pass with drafts lowers the weight of earlier passes without drafts.
-
-Drafts may be verified in every pass for a long time. Meanwhile the machine may have become faster or slower. So the
-few plain probes of this time must outweigh the passes before it.
-"""
 
 
 class PassCostRecord(Record):
     """The data from which the seconds of a forward pass are estimated, fitted to measured passes.
 
     The estimate is ``fixed + per_position * effective_positions(positions, knee)``, plus ``wide`` if the pass has
-    drafts; the knee is ``KNEES[knee_index]``. It is fitted to two kinds of passes, without drafts (kind 0) and with
-    drafts (kind 1). Each new pass lowers the weight of older passes of the same kind. A pass with drafts lowers the
-    weight of passes without drafts a little, too, but not the other way round.
+    drafts, times ``slowdown``; the knee is ``KNEES[knee_index]``. It is fitted to two kinds of passes, without drafts
+    (kind 0) and with drafts (kind 1). Each new pass lowers the weight of older passes of the same kind, but not of the
+    other kind.
+
+    A shared machine is faster at some times than at others, mostly for all passes alike. ``slowdown`` follows this
+    within about 8 passes of any kind. Without it, drafts would seem to cost nothing, or too much, if few passes of one
+    kind were measured since the last change.
 
     A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
     estimate is corrected. A **plain probe** is a pass that verifies no drafts although their estimated gain exceeds
     their cost.
 
     Attributes:
-        recent: The least-squares moments of recent passes of each kind, for each of KNEES, see ``add_observation``.
+        slowdown: The recent ratio of the time of passes to the fitted time.
+        recent: The least-squares moments of recent passes of each kind, for each of KNEES, see ``add_observation``. The
+            seconds are divided by ``slowdown``.
         calibrated: The least-squares moments of the passes timed at start-up.
         weight: The weight of ``calibrated``, which falls with every later pass of the same kind.
         num_slow: The number of consecutive latest passes that took over _CONTRADICTION times their estimate.
@@ -182,6 +186,7 @@ class PassCostRecord(Record):
     fixed: Float64
     per_position: Float64
     wide: Float64
+    slowdown: Float64
     knee_index: Int64
     is_known: Int64
     num_observed: Int64
@@ -215,11 +220,8 @@ def effective_positions(num_positions: float, knee: float) -> float:
 
 @inlined
 def _seconds(costs: PassCostRecord, num_positions: int, is_wide: bool) -> float:
-    return (
-        costs.fixed
-        + costs.per_position * effective_positions(num_positions, KNEES[costs.knee_index])
-        + costs.wide * is_wide
-    )
+    effective = effective_positions(num_positions, KNEES[costs.knee_index])
+    return (costs.fixed + costs.per_position * effective + costs.wide * is_wide) * costs.slowdown
 
 
 @inlined
@@ -269,10 +271,10 @@ def start_serving(address: int) -> None:
     """
     costs = costs_at(address)
     costs.recent[:] = 0.0
-    costs.weight[:] = 1.0
+    costs.weight[:] = costs.slowdown = 1.0
     costs.num_slow[:] = 0
     costs.since_probe = costs.probe_pause = MIN_PROBE_PAUSE
-    costs.is_probing = costs.since_plain = costs.num_withheld = 0
+    costs.is_probing = costs.since_plain = costs.num_withheld = costs.num_observed = 0
     costs.probe_cost = 0.0
     costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
     if costs.calibrated[0, 0, 0, 0] + costs.calibrated[1, 0, 0, 0] > 0.0:
@@ -332,14 +334,17 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
     costs.num_withheld += costs.num_withheld > 0
     if is_wide and costs.is_probing == 1:
         _end_probe(costs, num_tokens, seconds)
+    expected = _seconds(costs, num_positions, is_wide)
     if costs.is_known:
-        seconds = _credible_seconds(costs, kind, seconds, _seconds(costs, num_positions, is_wide))
+        seconds = _credible_seconds(costs, kind, seconds, expected)
         if seconds < 0.0:
             return
     add_pass(costs.rate, num_tokens, seconds)
-    _add_pass(costs.recent[kind], FORGETTING, num_positions, is_wide, seconds)
-    if is_wide:
-        costs.recent[0] *= _PLAIN_FORGETTING
+    if expected > _NO_TIME:
+        speed = min(expected / seconds, _MAX_SPEED)
+        # The last factor has the mean 0 over the passes of a fit, whose errors are weighted by 1 / seconds^2.
+        costs.slowdown *= 1.0 + max(_SLOWDOWN_WEIGHT, 1.0 / (costs.num_observed + 1)) * speed * (1.0 - speed)
+    _add_pass(costs.recent[kind], FORGETTING, num_positions, is_wide, seconds / costs.slowdown)
     costs.weight[kind] = max(_LEAST_WEIGHT, _CALIBRATED_FORGETTING * costs.weight[kind])
     costs.num_observed += 1
     if costs.is_known or costs.num_observed >= _MIN_PASSES:

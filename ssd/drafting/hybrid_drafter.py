@@ -197,7 +197,7 @@ class HybridDrafter:
         return self.extend_drafts(requests, self._members[0].propose(requests))
 
     def start_step(self) -> None:
-        """Start the timer of a step; call this method before the primary drafter drafts."""
+        """Start the timer of a step; call this method in every step, before the primary drafter drafts."""
         self._step_rate.start_step()
 
     def is_due(self, num_rows: int) -> bool:

@@ -43,6 +43,10 @@ class DrafterBackend(Protocol):
         """Write the settings and the scratch memory with which the kernel `make_drafts` searches."""
         ...
 
+    def start_step(self) -> None:
+        """Report that a step begins, also one in which no sequence gets a new draft."""
+        ...
+
     def prepare(self, batch: Batch, num_rows: int) -> bool:
         """Prepare to draft for ``num_rows`` sequences, those marked in ``batch.needs_draft``.
 
@@ -96,14 +100,14 @@ class KernelBackend:
     def write_settings(self, settings: DraftBatch) -> None:
         self._suffix.write_settings(settings)
 
+    def start_step(self) -> None:
+        if self._hybrid is not None:
+            self._hybrid.start_step()
+
     def prepare(self, batch: Batch, num_rows: int) -> bool:
         for sequence in batch.coupled:
             sequence.advance_noise()
-        if self._hybrid is not None:
-            self._hybrid.start_step()
-            if self._hybrid.is_due(num_rows):
-                return False
-        if self._is_overridden:
+        if self._is_overridden or (self._hybrid is not None and self._hybrid.is_due(num_rows)):
             return False
         self._suffix.set_groups(batch.namespace_groups(self._start_request))
         return True
@@ -171,6 +175,9 @@ class RequestBackend:
         return own + int(getattr(self._drafter, "num_failures", 0))
 
     def write_settings(self, settings: DraftBatch) -> None:
+        pass
+
+    def start_step(self) -> None:
         pass
 
     def prepare(self, batch: Batch, num_rows: int) -> bool:

@@ -203,6 +203,7 @@ class SpeculationManager:
             reuse_prepared_drafts(batch.address, self._buffer, 0, should_draft_all)
             return self._buffer
         started = time.perf_counter()
+        self._backend.start_step()
         num_rows = start_drafts(batch.address, self._buffer, self._settings, should_draft_all)
         if num_rows:
             shape = TREE if uses_trees(self._shape, len(batch.sequences)) else CHAIN

@@ -56,6 +56,7 @@ class SlowRowPrices:
 
     def __init__(self) -> None:
         self.fixed = self.per_position = self.wide = self.knee = 0.0
+        self.slowdown = 1.0
         self.is_known = False
         self.counted: list[tuple[int, float]] = []  # tokens and seconds of the passes that count for the rate
         self.kinds: dict[bool, list[tuple[int, float]]] = {
@@ -66,7 +67,6 @@ class SlowRowPrices:
             False: [],
             True: [],
         }  # how many times too slow the last passes in a row were
-        self.plain_weights: list[float] = []  # of the passes without drafts
         self.since_probe = self.pause = self.since_plain = 0
         self.lost = 0.0
         self.is_probing = False
@@ -77,8 +77,8 @@ class SlowRowPrices:
         self.since_plain = self.since_plain + 1 if is_wide else 0
         if is_wide and self.is_probing:
             self.end_probe(num_tokens, seconds)
+        expected = self.seconds(num_positions, is_wide)
         if self.is_known:
-            expected = self.seconds(num_positions, is_wide)
             slow = self.slow[is_wide]
             if seconds > 2 * expected:
                 slow.append(seconds / max(expected, 1e-9))
@@ -91,10 +91,10 @@ class SlowRowPrices:
             elif seconds > 5 * expected:
                 return
         self.counted.append((num_tokens, seconds))
-        self.kinds[is_wide].append((num_positions, seconds))
-        num_before = len(self.kinds[False]) - (not is_wide)
-        before = self.plain_weights[len(self.plain_weights) - num_before :]
-        self.plain_weights = [(0.99 if is_wide else 0.98) * each for each in before] + [1.0] * (not is_wide)
+        if expected > 1e-9:
+            speed = min(expected / seconds, 1.25)
+            self.slowdown *= 1 + max(1 / 8, 1 / len(self.counted)) * speed * (1 - speed)
+        self.kinds[is_wide].append((num_positions, seconds / self.slowdown))
         self.fit()
 
     def end_probe(self, num_tokens: int, seconds: float) -> None:
@@ -109,7 +109,7 @@ class SlowRowPrices:
         positions = np.array([each[0] for kind in self.kinds.values() for each in kind], np.float64)
         took = np.array([each[1] for kind in self.kinds.values() for each in kind])
         wide = np.repeat([0.0, 1.0], [len(kind) for kind in self.kinds.values()])
-        weights = np.concatenate([self.plain_weights, fading(len(self.kinds[True]), 0.98)]) / took**2
+        weights = np.concatenate([fading(len(kind), 0.98) for kind in self.kinds.values()]) / took**2
         if len(self.counted) < 8:
             return
         mean, seconds = float(np.average(positions, weights=weights)), float(np.average(took, weights=weights))
@@ -133,7 +133,7 @@ class SlowRowPrices:
     def seconds(self, num_positions: int, is_wide: bool) -> float:
         """Of a pass."""
         positions = float(effective_positions(num_positions, self.knee))
-        return self.fixed + self.per_position * positions + self.wide * is_wide
+        return self.slowdown * (self.fixed + self.per_position * positions + self.wide * is_wide)
 
     def recent(self) -> tuple[float, float]:
         """Tokens and seconds of an average step of late."""
