@@ -120,13 +120,13 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
     return np.clip(np.log(inside / (1 - inside)), -_CLIP, _CLIP)
 
 
-_SHARE = 0.005
+_SHARE = 0.0025
 """The maximum mean time for drafting for requests without accepted drafts, as a fraction of a forward pass's time.
 
 If drafting would take longer, `DraftBackoff` drafts for these requests less often, but at least in every
 _LONGEST_PAUSE-th step.
 """
-_TELLING_SHARE = 0.005
+_TELLING_SHARE = 0.0025
 """The maximum average time for learning from the logits of passes without drafts, as a fraction of a pass's time."""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
 """The minimum acceptance probability of the first token of a draft that is verified before the request has any output.
@@ -137,7 +137,7 @@ this token. Text that is repeated verbatim exceeds the threshold.
 
 BACKOFF_AFTER: Final = 4
 """The number of consecutive steps without a useful draft after which a request is drafted for less often."""
-_LONGEST_PAUSE = 8
+_LONGEST_PAUSE = 16
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
 """Calls of at least this many seconds are left out of mean times, because they have probably compiled kernels."""

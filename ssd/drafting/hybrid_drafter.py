@@ -66,7 +66,7 @@ The rest of the weight belongs to the number of tokens accepted in recent steps.
 _MAX_RECENT: Final = 20
 
 _IDLE_STEPS: Final = 32
-_LONGEST_PAUSE: Final = 8
+_LONGEST_PAUSE: Final = 32
 """The maximum number of steps between two decisions whether to use other drafters in addition to the primary drafter.
 
 Each decision creates Python objects for every row, so the pause doubles after _IDLE_STEPS consecutive steps in which no
