@@ -6,14 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.cpu.cpu_decoder import is_flat
 from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
-from ssd.model.layers.hidden_states import FINAL, FeatureSpec, FeatureWriter, check_hidden_states
+from ssd.model.layers.hidden_states import FINAL, FeatureSpec, check_hidden_states
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import pad_rows
@@ -110,6 +108,24 @@ def test_a_flat_model_tells_its_hidden_states_itself(name: str) -> None:
     torch.testing.assert_close(model.model.norm(features_of(outer, 1)), final, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_hidden_states_that_nothing_combines_are_stored_layer_by_layer(name: str) -> None:
+    model = tiny_model(name)
+    target = SlotRunner(model, 4, 64, 8)
+    target.can_verify_trees = True
+    target.allocate_features(FeatureSpec(LAYERS, None, len(LAYERS) * model.config.hidden_size))
+    texts = [text(11), text(14, seed=1)]
+    read_in_parts(target, [2, 0], texts)
+    target.forward([2], pad_rows([text(3, seed=4)]), [3], parents=np.array([[-1, 0, 0]]))
+    target.accept_paths([2], [3], [np.array([0, 2])])
+    target.copy_prefix(2, 3, 13)
+    texts[0] = np.concatenate([texts[0], text(3, seed=4)[[0, 2]]])
+    for slot, tokens in ((2, texts[0]), (3, texts[0]), (0, texts[1])):
+        assert target.features is not None
+        found = target.features[slot, :, : len(tokens)].transpose(0, 1).flatten(1)
+        torch.testing.assert_close(found, own_states(model, tokens), atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
     model = tiny_model()
@@ -123,27 +139,6 @@ def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
     assert static.graph_runner._graphs and static.graph_runner.failure is None
     for slot in (2, 0, 3):
         torch.testing.assert_close(features_of(static, slot), features_of(plain, slot), atol=1e-5, rtol=1e-4)
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 90), st.integers(0, 30), st.booleans()), max_size=30))
-def test_features_are_those_of_the_last_pass_over_a_position(
-    passes: list[tuple[int, int, int, bool]],
-) -> None:
-    """Passes over 1 to 3 slots, each from where it was rolled back to; the features are read now and then."""
-    spec = everything((1, 2), 2)
-    stored, expected = torch.zeros(2, 3, 1, 300, 4)
-    writer, random = FeatureWriter(spec, stored), torch.Generator().manual_seed(len(passes))
-    for num_slots, num_tokens, begin, is_read in passes:
-        hidden = [torch.rand(num_slots, num_tokens, 2, generator=random) for _ in spec.layers]
-        slots = torch.randperm(3, generator=random)[:num_slots]
-        places = begin + torch.arange(num_tokens) + 10 * torch.arange(num_slots)[:, None]
-        writer.write(hidden, slots, places)
-        expected[slots[:, None], 0, places] = spec.combine(hidden)
-        if is_read:
-            writer.flush()
-            assert torch.equal(stored, expected)
-    writer.flush()
-    assert torch.equal(stored, expected)
 
 
 @pytest.mark.parametrize("is_static", [False, True])

@@ -62,8 +62,8 @@ class CostModel:
         costs = self._costs
         if not costs.is_known:
             return None
-        fitted = (each * costs.slowdown for each in (costs.fixed, costs.per_position, costs.wide))
-        return PassTimeModel(*fitted, KNEES[costs.knee_index])
+        fixed, per_position, wide = (costs.slowdown * each for each in (costs.fixed, costs.per_position, costs.wide))
+        return PassTimeModel(fixed, per_position, wide, KNEES[costs.knee_index])
 
     def seconds(self, num_positions: int, *, is_wide: bool = False) -> float:
         """Return the estimated seconds of a forward pass with ``num_positions`` positions; 0 if unknown.

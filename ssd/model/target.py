@@ -193,7 +193,9 @@ class Target(ABC):
 
     @property
     def features(self) -> torch.Tensor | None:
-        """Return the hidden states that the draft head reads, [num_slots, 1, length, size]; None without a head.
+        """Return what is stored for the draft head, [num_slots, layers, length, size]; None without a head.
+
+        ``layers`` is 1 if the hidden states of several layers were combined, see `FeatureSpec.combine`.
 
         Tokens of `delay_prefill` are computed first.
         """

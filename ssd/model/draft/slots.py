@@ -212,7 +212,7 @@ class HeadSlots(TextSlots):
     _lookahead = 1
 
     def __init__(self, head: Head, target: Target, chunk_tokens: int) -> None:
-        assert target.features is not None and target.features.shape[3] == head.feature_size
+        assert target.features is not None
         super().__init__(target, chunk_tokens)
         self.draft_to_target, self.num_tokens = head.draft_to_target, head.num_tokens
         self._head = head
@@ -249,7 +249,11 @@ class HeadSlots(TextSlots):
         assert stored is not None
         places = places.clamp_max(stored.shape[2] - 1)  # padding may point beyond the last position
         device = self.target.device
-        features = stored[torch.tensor(slots, device=device)[:, None], 0, places.to(device)]
+        features = stored[torch.tensor(slots, device=device)[:, None], :, places.to(device)]
+        if features.shape[2] == len(self._head.feature_layers):
+            features = self._head.combine(features.unbind(2))
+        else:  # combined when they were stored
+            features = features[:, :, 0]
         found = self._pass(slots, tokens, features, **({"logits_to_keep": 1} if skims else {}))
         self._kv_cache.lengths[slots] += np.asarray(counts)
         return found

@@ -43,10 +43,15 @@ class Head(nn.Module, ABC):
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Combine the target's hidden states, one tensor for each feature layer, into features, [..., feature_size].
 
-        This runs inside the target's forward pass, so it must not synchronise with the device.
+        On a GPU this runs inside the target's forward pass, so it must not synchronise with the device.
         """
         (only,) = hidden
         return only
+
+    @property
+    def input_size(self) -> int:
+        """The number of values per position that `combine` reads, of all feature layers together."""
+        return self.feature_size
 
     @abstractmethod
     def forward(
@@ -209,6 +214,10 @@ class Eagle3Head(Head):
         self.set_rotary(config, self.fc.weight.device)
         if draft_vocab_size is not None:
             self.draft_to_target = torch.zeros(draft_vocab_size, dtype=torch.int64)
+
+    @property
+    def input_size(self) -> int:
+        return self.fc.in_features
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         fused: torch.Tensor = self.fc(torch.cat(list(hidden), dim=-1))

@@ -34,12 +34,13 @@ class SlotKVCache:
         self.reach: dict[int, int | None] = {}  # each layer's window or chunk in its last pass
         self.device = device
         self.kernel: AttentionKernel | None = None  # overrides the rows' attention kernel
-        self.features: torch.Tensor | None = None  # [num_slots, 1, max_length, size]
+        self.features: torch.Tensor | None = None  # see `allocate_features`
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def allocate_features(self, size: int, dtype: torch.dtype) -> None:
-        """Allocate memory for a draft head's input, ``size`` numbers per token; call this before any forward pass."""
-        self.features = torch.zeros(self.num_slots, 1, self.max_length, size, dtype=dtype, device=self.device)
+    def allocate_features(self, num_layers: int, size: int, dtype: torch.dtype) -> None:
+        """Allocate memory for a draft head's input, [num_slots, num_layers, max_length, size], before any pass."""
+        shape = self.num_slots, num_layers, self.max_length, size
+        self.features = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor

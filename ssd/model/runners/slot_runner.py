@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,17 @@ from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import WRITERS, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.layers.hidden_states import FeatureSpec, FeatureWriter, HiddenStateTap
+from ssd.model.layers.hidden_states import FeatureSpec, HiddenStateTap, store_hidden_states
 from ssd.model.runners.adapted_linear import AdapterRows
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.target import Integers, Target, TokenMatrix
+
+_MAX_UNSTORED: Final = 32
+"""The number of passes after which the hidden states of small passes are stored even if no draft head reads them.
+
+A small pass has at most as many tokens. After a pass, the first calls of Python code take several times as long as
+later ones: storing passes of 1 and 8 rows together takes 9 and 31 us per pass, and storing each alone 31 and 52 us.
+"""
 
 
 class SlotRunner(Target):
@@ -55,7 +62,7 @@ class SlotRunner(Target):
         self._delayed: tuple[int, TokenMatrix] | None = None  # the slot and tokens of `delay_prefill`
         self._adapter_rows: AdapterRows | None = None
         self._feature_spec: FeatureSpec | None = None
-        self._feature_writer: FeatureWriter | None = None  # on a CPU; elsewhere a pass writes its features itself
+        self._unstored: list[tuple[list[torch.Tensor], SlotRows]] = []  # hidden states of recent small passes
         # The hooks that read hidden states, unless `FlatModel` computes the model.
         self._tap: HiddenStateTap | None = None
 
@@ -66,15 +73,13 @@ class SlotRunner(Target):
         """
         self._feature_spec = tapped
         self._tap = HiddenStateTap(self.model, tapped.layers) if self._flat is None else None
-        self.kv_cache.allocate_features(tapped.size, self.dtype)
-        if self.device.type == "cpu":
-            assert self.kv_cache.features is not None
-            self._feature_writer = FeatureWriter(tapped, self.kv_cache.features)
+        num_layers = len(tapped.layers) if tapped.combine is None else 1
+        self.kv_cache.allocate_features(num_layers, tapped.size // num_layers, self.dtype)
 
     @property
     def features(self) -> torch.Tensor | None:
         self._compute_delayed()
-        self._flush_features()
+        self._store_features()
         return self.kv_cache.features
 
     def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
@@ -177,14 +182,14 @@ class SlotRunner(Target):
             if len(to):
                 moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
         if moves:
-            self._flush_features()
+            self._store_features()
             together = torch.from_numpy(np.concatenate(moves, axis=1))
             if self.graph_runner is None or not self.graph_runner.moves.run(together):
                 self.kv_cache.move(together.to(self.device))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         self._compute_delayed()
-        self._flush_features()
+        self._store_features()
         self.kv_cache.copy(source, slot, start, end)
 
     def _append(
@@ -233,15 +238,20 @@ class SlotRunner(Target):
                     logits = self.model(use_cache=False, **named).logits
         if tapped is not None:
             assert self.kv_cache.features is not None
-            if self._feature_writer is not None and self.graph_runner is None:
-                self._feature_writer.write(hidden, rows.slots, rows.places)
-            else:
+            if tapped.combine is not None:
                 rows.put(tapped.combine(hidden)[:, None], self.kv_cache.features)
+            else:
+                self._unstored.append((hidden, rows))
+                if len(self._unstored) == _MAX_UNSTORED or tokens.numel() > _MAX_UNSTORED:
+                    self._store_features()
         return logits
 
-    def _flush_features(self) -> None:
-        if self._feature_writer is not None:
-            self._feature_writer.flush()
+    def _store_features(self) -> None:
+        """Store the hidden states of recent passes now, because a draft head reads them, or they are moved."""
+        for hidden, rows in self._unstored:
+            assert self.kv_cache.features is not None
+            store_hidden_states(hidden, rows.slots.tolist(), rows.starts[:, 0].tolist(), self.kv_cache.features)
+        self._unstored.clear()
 
     def warm_up(self) -> None:
         super().warm_up()
