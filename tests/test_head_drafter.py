@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
+from ssd.cost_model.calibration import DraftBackoff
 from ssd.drafting import HybridDrafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftOutcome, DraftRequest, SamplingContext
@@ -31,6 +32,7 @@ from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.hidden_states import FINAL
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import pad_rows
 from ssd.retrieval.cache_state import LearnedState
 from ssd.text.codec import TextCodec
@@ -109,6 +111,22 @@ def test_no_option_lets_a_head_change_the_output(
     expected = run(target, "none", requests)[1]
     for chosen in (drafter, HybridDrafter([SuffixDrafter(), drafter])):
         assert run(target, chosen, requests, shape=shape)[1] == expected
+
+
+def test_steps_in_which_nothing_is_drafted_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes a second. If several were one step, a head would seem to cost a fraction of what it costs."""
+    target, drafter = kept("random")
+    now, forward, chosen = 0.0, target.forward, HybridDrafter([SuffixDrafter(), drafter], clock=lambda: now)
+
+    def take_a_second(*args: Any, **kwargs: Any) -> PassOutput:
+        nonlocal now
+        now += 1.0
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", take_a_second)
+    monkeypatch.setattr(DraftBackoff, "period", lambda *_: 5)
+    run(target, chosen, [ask("0", [3, 4], temperature=1.0, seed=0, max_tokens=60, ignore_eos=True)])
+    assert chosen._step_rate.seconds_per_step == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in NAMES), ("random", torch.bfloat16)])
