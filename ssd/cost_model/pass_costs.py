@@ -341,7 +341,7 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
             return
     add_pass(costs.rate, num_tokens, seconds)
     if expected > _NO_TIME:
-        speed = min(expected / seconds, _MAX_SPEED)
+        speed = min(expected / max(seconds, _NO_TIME), _MAX_SPEED)
         # The last factor has the mean 0 over the passes of a fit, whose errors are weighted by 1 / seconds^2.
         costs.slowdown *= 1.0 + max(_SLOWDOWN_WEIGHT, 1.0 / (costs.num_observed + 1)) * speed * (1.0 - speed)
     _add_pass(costs.recent[kind], FORGETTING, num_positions, is_wide, seconds / costs.slowdown)

@@ -92,7 +92,7 @@ class SlowRowPrices:
                 return
         self.counted.append((num_tokens, seconds))
         if expected > 1e-9:
-            speed = min(expected / seconds, 1.25)
+            speed = min(expected / max(seconds, 1e-9), 1.25)
             self.slowdown *= 1 + max(1 / 8, 1 / len(self.counted)) * speed * (1 - speed)
         self.kinds[is_wide].append((num_positions, seconds / self.slowdown))
         self.fit()

@@ -50,7 +50,8 @@ def store_hidden_states(
     """
     layer_bytes, bytes_per_token = stored.stride(1) * stored.itemsize, stored.stride(2) * stored.itemsize
     for layer, states in enumerate(hidden):
-        rows = states.contiguous()
+        rows = states.to(stored.dtype).contiguous()
+        assert rows.shape[2] == stored.shape[3] and max(starts) + rows.shape[1] <= stored.shape[2]
         source, num_bytes = rows.data_ptr(), rows.stride(0) * rows.itemsize
         begin = stored.data_ptr() + layer * layer_bytes
         for slot, start in zip(slots, starts, strict=True):
