@@ -62,7 +62,8 @@ class SlotRunner(Target):
         self._delayed: tuple[int, TokenMatrix] | None = None  # the slot and tokens of `delay_prefill`
         self._adapter_rows: AdapterRows | None = None
         self._feature_spec: FeatureSpec | None = None
-        self._unstored: list[tuple[list[torch.Tensor], SlotRows]] = []  # hidden states of recent small passes
+        # The hidden states of recent small passes, with their slots and first places. Not `SlotRows`, which has masks.
+        self._unstored: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         # The hooks that read hidden states, unless `FlatModel` computes the model.
         self._tap: HiddenStateTap | None = None
 
@@ -241,16 +242,16 @@ class SlotRunner(Target):
             if tapped.combine is not None:
                 rows.put(tapped.combine(hidden)[:, None], self.kv_cache.features)
             else:
-                self._unstored.append((hidden, rows))
+                self._unstored.append((hidden, rows.slots, rows.starts))
                 if len(self._unstored) == _MAX_UNSTORED or tokens.numel() > _MAX_UNSTORED:
                     self._store_features()
         return logits
 
     def _store_features(self) -> None:
         """Store the hidden states of recent passes now, because a draft head reads them, or they are moved."""
-        for hidden, rows in self._unstored:
+        for hidden, slots, starts in self._unstored:
             assert self.kv_cache.features is not None
-            store_hidden_states(hidden, rows.slots.tolist(), rows.starts[:, 0].tolist(), self.kv_cache.features)
+            store_hidden_states(hidden, slots.tolist(), starts[:, 0].tolist(), self.kv_cache.features)
         self._unstored.clear()
 
     def warm_up(self) -> None:
