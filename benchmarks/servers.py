@@ -91,19 +91,25 @@ class Server:
             return False
         process.send_signal(number)
         try:
-            return process.wait(kill_after_s) == 0
+            return self._log_status(process.wait(kill_after_s)) == 0
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            self._log_status(process.wait())
             return False
 
     def revive(self) -> bool:
         """Start the server again if it ended by itself, and return whether it did."""
         if self._process is None or self._process.poll() is None:
             return False
+        self._log_status(self._process.returncode)
         self.num_deaths += 1
         self.start()
         return True
+
+    def _log_status(self, status: int) -> int:
+        with self._log.open("a") as log:
+            print(f"The server ended with status {status}.", file=log)
+        return status
 
     def new_log(self) -> str:
         """Return the text that was logged since the last call."""

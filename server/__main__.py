@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ _SHOWN_KEY = re.compile(rb"(?<=\0--api-key[=\0])[^\0]+")
 
 
 def main() -> int:
+    faulthandler.enable(2)  # standard error: if native code crashes, the log says what each thread was doing
     if wants_json(sys.argv[1:]):  # errors in other options are then JSON lines, too
         set_up_logging("info", "json")
     hide_keys()  # before other imports, because API keys are visible in the process list until then

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Sequence as Rows
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from benchmarks.exactness import OracleDrafter
 from ssd.config import CacheConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import Drafter, DraftOutcome, NoDrafter, ScoredPass
-from ssd.drafting.suffix_drafter import SuffixDrafter
+from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter
 from ssd.engine import FinishReason, pass_timing, speculation
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
@@ -64,6 +65,31 @@ def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeyp
         engine.calibrate()
     assert said["before"] == said["after"]
     assert engine.metrics.drafter_failures == 0
+
+
+def test_a_snapshot_that_is_replaced_while_a_kernel_searches_it_lives_until_the_kernel_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched, were_alive = list[weakref.ref[Any]](), list[bool]()
+
+    def noted(drafter: SuffixDrafter, groups: Rows[NamespaceGroup]) -> None:
+        set_groups(drafter, groups)
+        searched[:] = [weakref.ref(group.snapshot._record) for group in groups if group.snapshot is not None]
+
+    def replaced(*args: Any) -> None:
+        caches.get("default").append(prompt_of(len(were_alive)))  # as other threads do
+        were_alive.append(bool(searched) and all(record() is not None for record in searched))
+        make_drafts(*args)
+
+    set_groups, make_drafts = SuffixDrafter.set_groups, speculation.make_drafts
+    monkeypatch.setattr(SuffixDrafter, "set_groups", noted)
+    monkeypatch.setattr(speculation, "make_drafts", replaced)
+    with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+        engine = make_engine(caches=caches)
+        engine.submit(ask("a", prompt_of(1)))
+        finish_all(engine)
+    assert len(were_alive) > 1
+    assert all(were_alive)
 
 
 def test_a_pass_that_was_interrupted_while_sizes_are_timed_costs_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:

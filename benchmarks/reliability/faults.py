@@ -24,6 +24,7 @@ import http.client
 import logging
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -452,11 +453,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             row, reasons = play(fleet, faults, args, f"{args.seed}-{number}")
             run.row(row)
             for reason in reasons[:5]:
-                run.say(f"    {reason}")
+                print(f"    {reason}", file=sys.stderr)
             for member in fleet.members:
                 log = member.server.new_log()
                 if row["failed"] or row["died"]:
-                    run.say(f"log of {member.directory.name}:\n{log[-_LOG_CHARACTERS:]}")
+                    print(f"log of {member.directory.name}:\n{log[-_LOG_CHARACTERS:]}", file=sys.stderr)
     sums = {name: sum(row[name] or 0 for row in run.rows) for name in (*OUTCOMES, *PROBLEMS, "promised")}
     if not sums["promised"]:
         run.say("nothing was promised, so that nothing was verified on disk")

@@ -261,7 +261,8 @@ class SuffixDrafter:
     def set_groups(self, groups: Iterable[NamespaceGroup]) -> None:
         """Set the cache and the tables that each request's row drafts from. Call this before `draft_batch`.
 
-        ``groups`` are those of `draft_groups`.
+        ``groups`` are those of `draft_groups`. The caller must keep them alive until `draft_batch` has returned: rows
+        get the addresses of their snapshots, and other threads replace a cache's snapshot at any time.
         """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()

@@ -12,7 +12,7 @@ from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, source_number
 from ssd.drafting.hybrid_drafter import HybridDrafter
 from ssd.drafting.member_drafter import FaultIsolatingDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftOutcome, DraftRequest, ScoredPass
-from ssd.drafting.suffix_drafter import SuffixDrafter, draft_of
+from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter, draft_of
 from ssd.engine.batch import DRAFT_ROW_OFFSET, Batch
 from ssd.engine.forward_pass import CommittedPass
 from ssd.engine.sequence import Sequence
@@ -47,10 +47,11 @@ class DrafterBackend(Protocol):
         """Report that a step begins, also one in which no sequence gets a new draft."""
         ...
 
-    def prepare(self, batch: Batch, num_rows: int) -> bool:
+    def prepare(self, batch: Batch, num_rows: int) -> list[NamespaceGroup] | None:
         """Prepare to draft for ``num_rows`` sequences, those marked in ``batch.needs_draft``.
 
-        Returns whether the kernel `make_drafts` can make these drafts. If not, `draft` makes them.
+        Returns the groups whose caches the kernel `make_drafts` searches; the caller must keep them alive until the
+        kernel returns. None if that kernel cannot make these drafts, so that `draft` must make them.
         """
         ...
 
@@ -104,13 +105,14 @@ class KernelBackend:
         if self._hybrid is not None:
             self._hybrid.start_step()
 
-    def prepare(self, batch: Batch, num_rows: int) -> bool:
+    def prepare(self, batch: Batch, num_rows: int) -> list[NamespaceGroup] | None:
         for sequence in batch.coupled:
             sequence.advance_noise()
         if self._is_overridden or (self._hybrid is not None and self._hybrid.is_due(num_rows)):
-            return False
-        self._suffix.set_groups(batch.namespace_groups(self._start_request))
-        return True
+            return None
+        groups = batch.namespace_groups(self._start_request)
+        self._suffix.set_groups(groups)
+        return groups
 
     def draft(self, batch: Batch) -> None:
         draft_rows = batch.draft_rows[: batch.record.num_draft_rows]
@@ -180,8 +182,8 @@ class RequestBackend:
     def start_step(self) -> None:
         pass
 
-    def prepare(self, batch: Batch, num_rows: int) -> bool:
-        return False
+    def prepare(self, batch: Batch, num_rows: int) -> list[NamespaceGroup] | None:
+        return None
 
     def draft(self, batch: Batch) -> None:
         sequences, requests = _draft_requests(batch, self._cost_model)

@@ -215,7 +215,8 @@ class SpeculationManager:
     def _draft(self, batch: Batch, buffer: int, num_rows: int, shape: int) -> None:
         arguments = batch.address, buffer, self._settings
         try:
-            if self._backend.prepare(batch, num_rows):
+            groups = self._backend.prepare(batch, num_rows)  # alive until the kernel has searched their snapshots
+            if groups is not None:
                 make_drafts(*arguments, shape)
                 return
             fill_draft_params(*arguments, shape)
