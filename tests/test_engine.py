@@ -25,6 +25,7 @@ from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import Drafter, DraftOutcome, NoDrafter, ScoredPass
 from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter
 from ssd.engine import FinishReason, pass_timing, speculation
+from ssd.engine.draft_buffers import make_drafts
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache_manager import CacheManager
@@ -81,7 +82,7 @@ def test_a_snapshot_that_is_replaced_while_a_kernel_searches_it_lives_until_the_
         were_alive.append(bool(searched) and all(record() is not None for record in searched))
         make_drafts(*args)
 
-    set_groups, make_drafts = SuffixDrafter.set_groups, speculation.make_drafts
+    set_groups = SuffixDrafter.set_groups
     monkeypatch.setattr(SuffixDrafter, "set_groups", noted)
     monkeypatch.setattr(speculation, "make_drafts", replaced)
     with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
