@@ -32,6 +32,7 @@ def test_no_file_is_left_for_connections(tmp_path: Path) -> None:
     ):
         until_ready(port, process)
         right = greedy_completion(port, prompt="import os\n", max_tokens=20).json["choices"]
+        wait_until(lambda: "ready after" in path.read_text())  # a thread writes the log
         before = path.read_text()
         limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         with ExitStack() as opened:
