@@ -24,10 +24,10 @@ from tests.static_targets import have_same_bits
 def _count(call: int) -> None:  # pragma: no cover - compiled
     numbers, factors = numbers_of(call, 2), factors_of(call, 2, 1)
     counts = int64_array(numbers[0], numbers[1])
-    task = next_task(call)
+    task = next_task(call, -1)
     while task >= 0:
         counts[task] += int(factors[0])
-        task = next_task(call)
+        task = next_task(call, task)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("work", [0, 1 << 40])
+@pytest.mark.parametrize("work", [0, 1 << 20, 1 << 40])  # on one thread, several tasks at a time, one at a time
 @pytest.mark.parametrize("tasks", [1, 2, 3, 64, 10_001])
 def test_every_task_is_done_once(four_threads: None, tasks: int, work: int) -> None:
     for _ in range(20):
@@ -65,11 +65,11 @@ def test_several_threads_of_python_call_it_at_the_same_time(four_threads: None) 
 @kernel
 def _fail(call: int) -> None:  # pragma: no cover - compiled
     last = numbers_of(call, 1)[0]
-    task = next_task(call)
+    task = next_task(call, -1)
     while task >= 0:
         if task == last:
             raise ValueError("a task fails")
-        task = next_task(call)
+        task = next_task(call, task)
 
 
 def test_an_error_on_a_thread_is_raised(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:

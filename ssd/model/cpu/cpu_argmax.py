@@ -61,7 +61,7 @@ def _search_blocks(call: int) -> None:  # pragma: no cover - compiled
     numbers = numbers_of(call, _NUMBERS)
     kind, logits, width, num_blocks = numbers[0], numbers[1], numbers[2], numbers[3]
     itemsize, values = 2 if kind else 4, np.empty(2 * _PART, np.float32)
-    task = next_task(call)
+    task = next_task(call, -1)
     while task >= 0:
         row, block = task // num_blocks, task % num_blocks
         begin, end = width * block // num_blocks, width * (block + 1) // num_blocks
@@ -80,7 +80,7 @@ def _search_blocks(call: int) -> None:  # pragma: no cover - compiled
             place += 1
         float32_array(numbers[4], task + 1)[task] = best
         int64_array(numbers[5], task + 1)[task] = begin + first + place
-        task = next_task(call)
+        task = next_task(call, task)
 
 
 @for_kinds(types.int64, types.int64, result=types.float32)

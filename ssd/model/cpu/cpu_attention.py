@@ -141,7 +141,7 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
     found = np.empty((_QUERIES, value_vectors * LANES), np.float32)
     lows, highs = np.empty(_QUERIES, np.int64), np.empty(_QUERIES, np.int64)
     shares = np.empty(_QUERIES, np.float32)
-    task = next_task(call)
+    task = next_task(call, -1)
     while task >= 0:
         row, kv_head, block = task // blocks // kv_heads, task // blocks % kv_heads, task % blocks
         begin = block * _QUERIES
@@ -228,7 +228,7 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
                         depth += 1
             target = out + ((row * width + at) * kv_heads * groups + head) * value_dim * size
             from_float32(kind, found[q].ctypes.data, target, value_dim, shares[q])
-        task = next_task(call)
+        task = next_task(call, task)
 
 
 @inlined

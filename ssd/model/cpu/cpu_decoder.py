@@ -273,7 +273,7 @@ def _rotate_and_store(call: int) -> None:  # pragma: no cover - compiled
     size = 2 if kind else 4
     rotated_heads, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, batch), int64_array(places, batch * width)
-    position = next_task(call)
+    position = next_task(call, -1)
     while position >= 0:
         angle = position * dim * size
         given = read + position * heads * dim * size
@@ -289,7 +289,7 @@ def _rotate_and_store(call: int) -> None:  # pragma: no cover - compiled
             value = key + kv_heads * dim * size
             _copy(size, key, keys + (slot * key_slot + head * key_head + place) * size, key_number, dim)
             _copy(size, value, values + (slot * value_slot + head * value_head + place * value_place) * size, 1, dim)
-        position = next_task(call)
+        position = next_task(call, position)
 
 
 @inlined

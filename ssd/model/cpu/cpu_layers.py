@@ -100,13 +100,13 @@ def _apply(call: int) -> None:  # pragma: no cover - compiled
     numbers = numbers_of(call, 7)
     number, kind, rows, row_bytes = numbers[0], numbers[1], numbers[2], numbers[3]
     factor, out, size = numbers[4], numbers[5], numbers[6]
-    row = next_task(call)
+    row = next_task(call, -1)
     while row >= 0:
         target = out + row * size * (2 if kind else 4)
         apply_function(kind, number, rows + row * row_bytes, target, size)
         if factor:
             multiply_numbers(kind, target, factor + row * row_bytes, target, size)
-        row = next_task(call)
+        row = next_task(call, row)
 
 
 _PROBE_SCALES = (1.0, 30.0, 1e-3)  # the scales of the test inputs; with the last one eps has a visible effect
@@ -222,10 +222,10 @@ def _normalise(call: int) -> None:  # pragma: no cover - compiled
     kind, rounds_first, x, weight = numbers[0], numbers[1] != 0, numbers[2], numbers[3]
     out, size = numbers[4], numbers[5]
     row_bytes = size * (2 if kind else 4)
-    row = next_task(call)
+    row = next_task(call, -1)
     while row >= 0:
         normalise(kind, rounds_first, x + row * row_bytes, weight, out + row * row_bytes, 1, size, eps)
-        row = next_task(call)
+        row = next_task(call, row)
 
 
 @kernel
@@ -234,7 +234,7 @@ def _add_residual(call: int) -> None:  # pragma: no cover - compiled
     kind, residual, x, total, normed = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     size, output_weight, output_rounds = numbers[5], numbers[6], numbers[7] != 0
     weight, rounds_first = numbers[8], numbers[9] != 0
-    row = next_task(call)
+    row = next_task(call, -1)
     while row >= 0:
         offset = row * size * (2 if kind else 4)
         added, target = x + offset, total + offset
@@ -244,7 +244,7 @@ def _add_residual(call: int) -> None:  # pragma: no cover - compiled
         add_numbers(kind, residual + offset, added, target, size)
         if weight:
             normalise(kind, rounds_first, target, weight, normed + offset, 1, size, factors[1])
-        row = next_task(call)
+        row = next_task(call, row)
 
 
 @inlined

@@ -23,14 +23,22 @@ from ssd.jit.addresses import float64_array, inlined, int64_array
 Kernel = Callable[[int], None]
 """A compiled function that processes tasks of a `run_parallel` call until `next_task` returns -1.
 
-Its argument ``call`` is the address of the call's record: the number of started tasks, the number of all tasks, the
-number of threads that have ended normally, and the kernel's own arguments.
+Its argument ``call`` is the address of the call's record: how often a thread has asked for tasks, the number of all
+tasks, how many a thread gets at a time, the number of threads that have ended normally, and the kernel's own arguments.
 """
 
 _WORTH_THREADS: Final = 1 << 19
 """The number of multiply-adds from which `run_parallel` uses other threads, because starting them takes 2 to 5 µs."""
 _BYTE: Final[Callable[[Any], c_char]] = c_char.from_buffer
-_HEADER: Final = 3  # the three numbers at the beginning of a call's record, see `Kernel`
+# The first number of a call's record has a cache line of its own, because all threads write it. Else a thread that
+# reads an argument would often wait for the line to come from another core.
+_LINE_BYTES: Final = 64
+_NUM_ENDED_AT: Final = _LINE_BYTES + 16
+_HEADER: Final = _LINE_BYTES // 8 + 3  # the size of a call's record before the kernel's arguments, in numbers
+# A thread takes as many successive tasks at a time as make this number of multiply-adds: taking costs about as much as
+# a thousand of them, and neighbouring tasks often write to the same cache lines.
+_WORK_TOGETHER: Final = 1 << 20
+_LEAST_TURNS: Final = 8  # how often each thread can take tasks at least, so that all threads end at about the same time
 
 
 def run_parallel(
@@ -39,7 +47,7 @@ def run_parallel(
     """Compute ``tasks`` independent tasks by a kernel, on as many threads as torch uses if that is faster.
 
     Args:
-        kernel: Called once on each thread; threads take the next task whenever they have finished one.
+        kernel: Called once on each thread; threads take the next tasks whenever they have finished some.
         numbers: The kernel's arguments, which it reads by `numbers_of`.
         tasks: The number of tasks.
         work: The number of multiply-adds of all tasks; if it is small, the calling thread computes all tasks.
@@ -49,13 +57,15 @@ def run_parallel(
         RuntimeError: The kernel raised an exception on a thread; OpenMP's threads only print it.
     """
     call = bytearray(8 * (_HEADER + len(numbers) + len(factors)))
-    pack_into(f"{_HEADER + len(numbers)}q{len(factors)}d", call, 0, 0, tasks, 0, *numbers, *factors)
+    num_threads = torch.get_num_threads()
+    together = max(1, min(_WORK_TOGETHER * tasks // max(1, work), tasks // (_LEAST_TURNS * num_threads)))
+    pack_into(f"{3 + len(numbers)}q{len(factors)}d", call, _LINE_BYTES, tasks, together, 0, *numbers, *factors)
     address = addressof(_BYTE(call))
-    if work < _WORTH_THREADS or tasks == 1 or (num_threads := torch.get_num_threads()) == 1 or not (start := _start()):
+    if work < _WORTH_THREADS or tasks == 1 or num_threads == 1 or not (start := _start()):
         kernel(address)
     else:  # always all threads, because OpenMP ends those that a smaller team leaves out
         start(_code_of(kernel), address, num_threads, 0)
-        if unpack_from("q", call, 16)[0] != num_threads:
+        if unpack_from("q", call, _NUM_ENDED_AT)[0] != num_threads:
             raise RuntimeError(f"{kernel.__name__} failed on a thread: the error was printed to stderr")
 
 
@@ -87,12 +97,14 @@ def _count_up(_typing: Any, _address: Any) -> Any:
 
 
 @inlined
-def next_task(call: int) -> int:
-    """Return the index of the next task of a `run_parallel` call, or -1 if all tasks have been started."""
-    task = _count_up(call)
-    if task < int64_array(call, _HEADER)[1]:
-        return task  # type: ignore[no-any-return]
-    _count_up(call + 16)
+def next_task(call: int, task: int) -> int:
+    """Return the index of the task to compute after ``task``, which is -1 at first; -1 if all tasks have been taken."""
+    header, task = int64_array(call + _LINE_BYTES, 2), task + 1
+    if task % header[1] == 0:
+        task = _count_up(call) * header[1]
+    if task < header[0]:
+        return task
+    _count_up(call + _NUM_ENDED_AT)
     return -1
 
 

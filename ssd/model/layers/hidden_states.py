@@ -52,7 +52,7 @@ def store_hidden_states(
     for layer, states in enumerate(hidden):
         rows = states.to(stored.dtype).contiguous()
         assert rows.shape[2] == stored.shape[3] and max(starts) + rows.shape[1] <= stored.shape[2]
-        source, num_bytes = rows.data_ptr(), rows.stride(0) * rows.itemsize
+        source, num_bytes = rows.data_ptr(), rows.shape[1] * rows.shape[2] * rows.itemsize
         begin = stored.data_ptr() + layer * layer_bytes
         for slot, start in zip(slots, starts, strict=True):
             memmove(begin + slot * len(hidden) * layer_bytes + start * bytes_per_token, source, num_bytes)
