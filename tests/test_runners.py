@@ -82,6 +82,7 @@ def test_what_slots_keep_is_what_reading_their_whole_text_again_gives(
         assert [fast.length(slot) for slot in range(2)] == [slow.length(slot) for slot in range(2)]
 
 
+@pytest.mark.parametrize(("name", "layers"), [("Llama", (0, 1, FINAL)), ("Llama", (0, 1)), ("Gemma 3", (0,))])
 @given(
     actions=st.lists(
         st.tuples(
@@ -95,10 +96,12 @@ def test_what_slots_keep_is_what_reading_their_whole_text_again_gives(
     )
 )
 @settings(max_examples=25)
-def test_a_delayed_prefill_has_the_bits_of_one_computed_at_once(actions: Sequence[tuple[str, int, int, int]]) -> None:
+def test_a_delayed_prefill_has_the_bits_of_one_computed_at_once(
+    name: str, layers: Sequence[int], actions: Sequence[tuple[str, int, int, int]]
+) -> None:
     """Whatever comes next: a pass over this slot, over others, a tree, a rollback, a copy, a draft head."""
-    model = _flat_model()
-    tapped = everything((0, 1, FINAL), model.config.hidden_size)
+    model = _flat_model(name)
+    tapped = everything(layers, model.config.hidden_size)
     fast, slow = (open_target(model, num_slots=2, max_length=128) for _ in range(2))
     for target in (fast, slow):
         assert isinstance(target, SlotRunner)
@@ -145,8 +148,8 @@ def test_a_delayed_prefill_has_the_bits_of_one_computed_at_once(actions: Sequenc
 
 
 @cache
-def _flat_model() -> Any:
-    return open_target(tiny_model("Llama"), num_slots=2, max_length=128).model
+def _flat_model(name: str) -> Any:
+    return open_target(tiny_model(name), num_slots=2, max_length=128).model
 
 
 def test_a_replayed_draft_costs_no_pass_of_its_own() -> None:

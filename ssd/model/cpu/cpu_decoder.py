@@ -94,19 +94,19 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def compute(
-        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, *, stores_only: bool = False
+        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, num_outputs: int
     ) -> torch.Tensor:
         """Return the decoder layer's output for ``hidden_states``; both are [B, T, hidden size].
 
         ``angles`` are the cosines and sines of the rotary position embeddings, [B, T, dim]. ``stored`` are the layer's
-        keys and values in all slots of the KV cache. With ``stores_only``, only keys and values are computed and
-        stored, and the returned tensor is meaningless.
+        keys and values in all slots of the KV cache, to which those of all T tokens are written. Only the outputs of
+        the last ``num_outputs`` tokens are needed, so the layer may leave out others at the front of axis 1.
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the decoder layer's output, [B, T, hidden size]; transformers' code computes it if SSD cannot."""
         rows: SlotRows | None = kwargs.get("slot_rows")
-        stores_only = kwargs.pop("stores_only", False)
+        num_outputs = kwargs.pop("num_outputs", hidden_states.shape[1])
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
             rows is None
@@ -118,7 +118,7 @@ class FlatLayer(ABC):
         ):
             found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
             return found
-        return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows, stores_only=stores_only)
+        return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows, num_outputs)
 
     def rules(self, rows: SlotRows) -> AttentionRules:
         return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, self._softcap, None)
@@ -157,13 +157,13 @@ class FlatModel:
         hidden_states = inner.embed_tokens(tokens)
         angles = {kind: inner.rotary_emb(hidden_states, positions, *kind) for kind in set(self._kinds)}
         count = len(inner.layers)
-        needs_last = num_logits != 0 or FINAL in layers or count in layers
+        needs_all = num_logits is None or FINAL in layers or count in layers
         for number, (layer, kind) in enumerate(zip(inner.layers, self._kinds, strict=True)):
             if number in layers:
                 seen[number] = hidden_states
-            options = {} if needs_last or number < count - 1 else {"stores_only": True}
+            options = {} if needs_all or number < count - 1 else {"num_outputs": num_logits}
             hidden_states = layer.forward(hidden_states, position_embeddings=angles[kind], slot_rows=rows, **options)
-        if needs_last:
+        if needs_all or num_logits:
             seen[count], seen[FINAL] = hidden_states, inner.norm(hidden_states)
         if hidden is not None:
             hidden += [seen[number] for number in layers]
@@ -210,13 +210,16 @@ class CpuLayer(FlatLayer):
         return rows.kernel is None and rows.kv_cache.kernel is None and self._dtypes == {hidden_states.dtype}
 
     def compute(
-        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, *, stores_only: bool = False
+        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, num_outputs: int
     ) -> torch.Tensor:
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
         query = self._store(read, angles, stored, rows)
-        if stores_only:
-            return hidden_states
+        if num_outputs == 0:
+            return hidden_states[:, :0]
+        if num_outputs < hidden_states.shape[1]:
+            hidden_states = hidden_states[:, -num_outputs:].contiguous()
+            query, rows = query[:, :, -num_outputs:], rows.last(num_outputs)
         added: torch.Tensor = attention["o_proj"](self._attend(query, stored, rows))
         output_norms = self._output_norms or (None, None)
         hidden_states, normed = add_residual(hidden_states, added, output_norms[0], self._norms[1])

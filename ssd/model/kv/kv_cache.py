@@ -196,6 +196,13 @@ class SlotRows:
             is_full=num_tokens == 1 and first == last,
         )
 
+    def last(self, count: int) -> SlotRows:
+        """Return the last ``count`` tokens of chains as rows, for a pass that has stored the tokens before already."""
+        assert self.tree_mask is None
+        places = self.places[:, -count:]
+        starts, first_slot = places[:, :1], self.first_slot
+        return SlotRows(self.kv_cache, self.slots, places, places, starts, self.num_keys, first_slot, None, self.kernel)
+
     def put(self, new: torch.Tensor, stored: torch.Tensor) -> None:
         """Write keys, values or features of the new tokens, [B, heads, T, dim], to ``stored``, a KV cache tensor."""
         if self.only_place is not None:  # a copy instead of a scatter

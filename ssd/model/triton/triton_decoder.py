@@ -64,15 +64,15 @@ class DeviceLayer(FlatLayer):
         )
 
     def compute(
-        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, *, stores_only: bool = False
+        self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows, num_outputs: int
     ) -> torch.Tensor:
         norm, inner_norm = self._norms
         attention, network = self._attention._modules, self._network._modules
         heads, gates = attention["q_proj"].product, network["gate_proj"].product
         read = torch.split_with_sizes(heads.compute(norm(hidden_states)), heads.sizes, -1)
         query = self._store(read, angles, stored, rows)
-        if stores_only:
-            return hidden_states
+        if num_outputs == 0:
+            return hidden_states[:, :0]
         batch, _, width, _ = query.shape
         attended = compute_attention(query, stored, rows, self.rules(rows)).view(batch, width, -1)
         hidden_states = inner_norm.added(hidden_states, attention["o_proj"].product.compute(attended))
