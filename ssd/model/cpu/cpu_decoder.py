@@ -104,7 +104,10 @@ class FlatLayer(ABC):
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the decoder layer's output, [B, T, hidden size]; transformers' code computes it if SSD cannot."""
+        """Return the decoder layer's output; transformers' code computes it if SSD cannot.
+
+        It is [B, T, hidden size], or shorter if the argument ``num_outputs`` is given: see `compute`.
+        """
         rows: SlotRows | None = kwargs.get("slot_rows")
         num_outputs = kwargs.pop("num_outputs", hidden_states.shape[1])
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)

@@ -59,7 +59,8 @@ def run_parallel(
     call = bytearray(8 * (_HEADER + len(numbers) + len(factors)))
     num_threads = torch.get_num_threads()
     together = max(1, min(_WORK_TOGETHER * tasks // max(1, work), tasks // (_LEAST_TURNS * num_threads)))
-    pack_into(f"{3 + len(numbers)}q{len(factors)}d", call, _LINE_BYTES, tasks, together, 0, *numbers, *factors)
+    values = tasks, together, 0, *numbers, *factors
+    pack_into(f"{len(values) - len(factors)}q{len(factors)}d", call, _LINE_BYTES, *values)
     address = addressof(_BYTE(call))
     if work < _WORTH_THREADS or tasks == 1 or num_threads == 1 or not (start := _start()):
         kernel(address)
